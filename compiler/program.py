@@ -1,0 +1,64 @@
+"""Programs: what each SM does in a step, in order. One entry is one word pair on the device.
+
+An entry names an op, a layer and a tile. Entries of dynamic ops (attention, ffn_up, ffn_down) stand
+for all that SM's tasks of the op; `rules` says which those are once lengths and routing are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+
+class EntryKind(IntEnum):
+    """Kinds of program entry; the numbers are the wire format.
+
+    END ends a program. STAGE brings a layer's input into shared memory. For ATTENTION and FFN_UP,
+    `tile` is the SM's rank in the dynamic rule.
+    """
+
+    END = 0
+    EMBED = 1
+    STAGE = 2
+    ROUTER = 3
+    QKV = 4
+    ATTENTION = 5
+    FFN_UP = 6
+    MERGE = 7
+    OUT = 8
+    FFN_DOWN = 9
+    RESIDUAL = 10
+    HEAD = 11
+    SAMPLE = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry: `warp` is the consumer warp of its first task, the next tasks follow round robin.
+
+    HEAD entries cover tiles `tile`, `tile + stride`, ... of the LM head, where the stride is the
+    number of SMs.
+    """
+
+    kind: EntryKind
+    layer: int = 0
+    tile: int = 0
+    warp: int = 0
+
+
+def encode_programs(programs: Sequence[Sequence[Entry]]) -> npt.NDArray[np.uint32]:
+    """Programs -> device table [sms, pitch, 2]: kind | warp << 8 | layer << 16, then the tile.
+
+    Every program ends with END; short ones are padded with it.
+    """
+    pitch = max(len(program) for program in programs) + 1
+    table = np.zeros((len(programs), pitch, 2), dtype=np.uint32)
+    for sm, program in enumerate(programs):
+        for index, entry in enumerate(program):
+            table[sm, index, 0] = entry.kind | entry.warp << 8 | entry.layer << 16
+            table[sm, index, 1] = entry.tile
+    return table
