@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from mkc.compiler.errors import ToolchainError
+
+SOURCE_NAME = b"/kernel.cu"  # a relative name would put the current folder into the line table
+REINSTALL = "`mkc doctor` shows what is missing; reinstalling mkc brings it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,7 @@ def compile_options(arch: str) -> list[str]:
     return [
         f"--gpu-architecture={arch}",
         "--std=c++17",
+        "--generate-line-info",
         "--extra-device-vectorization",
         "--ptxas-options=-v",
         f"--include-path={_cuda_include()}",
@@ -48,56 +54,69 @@ def compile_options(arch: str) -> list[str]:
 def assemble(cuda: str, arch: str) -> Assembly:
     """CUDA source -> Assembly for `arch` (such as sm_90a).
 
-    Raises ToolchainError MKC401 if NVRTC is missing, MKC402 with the compiler's log if it fails.
+    Raises ToolchainError MKC401 with the compiler's log if it rejects the source, MKC402 if NVRTC is
+    missing or of no use.
     """
+    nvrtc, version = _load_nvrtc()
+    (program,) = _call(nvrtc, nvrtc.nvrtcCreateProgram, cuda.encode(), SOURCE_NAME, 0, [], [])
+    try:
+        options = [option.encode() for option in compile_options(arch)]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        log = _read_text(nvrtc, "ProgramLog", program)
+        if status == nvrtc.nvrtcResult.NVRTC_ERROR_COMPILATION:
+            raise ToolchainError("MKC401", f"the rendered CUDA does not compile:\n{log}")
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise ToolchainError("MKC402", f"NVRTC: {status.name}\n{log}")
+        cubin = _read_bytes(nvrtc, "CUBIN", program)
+        ptx = _read_text(nvrtc, "PTX", program)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return Assembly(cubin, ptx, version, read_resources(log))
+
+
+def _load_nvrtc() -> tuple[Any, str]:
+    """The bindings, and the version of the library behind them."""
     try:
         from cuda.bindings import nvrtc
-    except ImportError as error:
-        raise ToolchainError("MKC401", f"cuda-bindings cannot be imported: {error}") from error
 
-    def check(result: tuple[object, ...]) -> tuple[object, ...]:
-        status = result[0]
-        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise ToolchainError("MKC402", f"NVRTC: {status}")
-        return result[1:]
+        major, minor = _call(nvrtc, nvrtc.nvrtcVersion)
+    except (ImportError, RuntimeError) as error:
+        raise ToolchainError("MKC402", f"NVRTC cannot be loaded: {error}", REINSTALL) from error
+    return nvrtc, f"nvrtc {major}.{minor}"
 
-    try:
-        major, minor = check(nvrtc.nvrtcVersion())
-    except RuntimeError as error:
-        raise ToolchainError("MKC401", f"NVRTC cannot be loaded: {error}") from error
-    (program,) = check(nvrtc.nvrtcCreateProgram(cuda.encode(), b"kernel.cu", 0, [], []))
-    options = [option.encode() for option in compile_options(arch)]
-    status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
-    log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+
+def _call(nvrtc: Any, function: Any, *arguments: Any) -> tuple[Any, ...]:
+    """What a function of NVRTC returns behind its status."""
+    status, *results = function(*arguments)
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise ToolchainError("MKC402", f"the rendered CUDA does not compile:\n{log}")
-    cubin = _bytes(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
-    ptx = _text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program)
-    nvrtc.nvrtcDestroyProgram(program)
-    return Assembly(cubin, ptx, f"nvrtc {major}.{minor}", _read_resources(log))
+        raise ToolchainError("MKC402", f"NVRTC: {function.__name__}: {status.name}")
+    return tuple(results)
 
 
-def _bytes(size: object, get: object, program: object) -> bytes:
-    length = size(program)[1]  # type: ignore[operator]
-    buffer = bytearray(length)
-    view = (bytes(length),)
-    buffer = view[0]
-    get(program, buffer)  # type: ignore[operator]
+def _read_bytes(nvrtc: Any, what: str, program: Any) -> bytes:
+    """One of a program's outputs: `ProgramLog`, `CUBIN` or `PTX`."""
+    (size,) = _call(nvrtc, getattr(nvrtc, f"nvrtcGet{what}Size"), program)
+    buffer = bytearray(size)
+    _call(nvrtc, getattr(nvrtc, f"nvrtcGet{what}"), program, buffer)
     return bytes(buffer)
 
 
-def _text(size: object, get: object, program: object) -> str:
-    return _bytes(size, get, program).decode("utf-8", "replace").rstrip("\0")
+def _read_text(nvrtc: Any, what: str, program: Any) -> str:
+    return _read_bytes(nvrtc, what, program).decode("utf-8", "replace").rstrip("\0")
 
 
-def _read_resources(log: str) -> tuple[KernelResources, ...]:
+def read_resources(log: str) -> tuple[KernelResources, ...]:
+    """The assembler's report in a log of NVRTC -> resources of each entry point.
+
+    Raises ToolchainError MKC402 if an entry point is named without its figures.
+    """
     pattern = re.compile(
-        r"Compiling entry function '(?P<name>\w+)'.*?"
+        r"Compiling entry function '(?P<name>\w+)'(?:(?!Compiling entry).)*?"
         r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
-        r"(?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers",
+        r"(?P<loads>\d+) bytes spill loads(?:(?!Compiling entry).)*?Used (?P<registers>\d+) reg",
         re.DOTALL,
     )
-    return tuple(
+    kernels = tuple(
         KernelResources(
             match["name"],
             int(match["registers"]),
@@ -107,14 +126,20 @@ def _read_resources(log: str) -> tuple[KernelResources, ...]:
         )
         for match in pattern.finditer(log)
     )
+    if len(kernels) != log.count("Compiling entry function"):
+        raise ToolchainError("MKC402", f"the assembler's report is not understood:\n{log}")
+    return kernels
 
 
 def _cuda_include() -> str:
     """The folder of the CUDA headers that come with the nvidia-cuda-runtime wheel."""
     import importlib.metadata
 
-    files = importlib.metadata.files("nvidia-cuda-runtime") or []
+    try:
+        files = importlib.metadata.files("nvidia-cuda-runtime") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
     for file in files:
         if file.name == "cuda_bf16.h":
-            return str(file.locate().parent)
-    raise ToolchainError("MKC401", "nvidia-cuda-runtime has no cuda_bf16.h; reinstall it")
+            return str(Path(str(file.locate())).parent)
+    raise ToolchainError("MKC402", "nvidia-cuda-runtime has no cuda_bf16.h", REINSTALL)

@@ -58,6 +58,13 @@ CODES: dict[str, str] = {
     "MKC601": "a result differs from the reference",
     "MKC602": "no suitable GPU was found",
     "MKC603": "the weights do not match the description",
+    "MKC604": "the kernel gave up a wait that ran past its limit",
+    "MKC605": "the kernel wrote outside of its packets",
+    "MKC606": "the CUDA driver refused a call",
+    "MKC611": "the interpreted programs deadlock",
+    "MKC612": "an interpreted task reads a packet that does not hold its epoch",
+    "MKC613": "an interpreted task writes a packet a second time",
+    "MKC614": "an interpreted program entry lacks what earlier ones should have left it",
 }
 """One line per code. A code keeps its meaning for ever; a retired one is not used again."""
 
@@ -116,7 +123,7 @@ class LoweringError(MkcError):
 
 
 class CheckError(MkcError):
-    """A proof, a comparison or a demanded property failed (MKC3xx, MKC403, MKC601)."""
+    """A proof, a comparison or a demanded property failed (MKC3xx, MKC403, MKC601, MKC61x)."""
 
     exit_status = 1
 

@@ -73,7 +73,7 @@ def compile_model(
 
     graph = run("ops", build_ops, spec)
     tiling = run("tile", tile, spec, target, options.max_batch, options.chunk_fragments)
-    layout = run("place", place, spec, tiling, target, options.ring_slots)
+    layout = run("place", place, spec, tiling, target, options.ring_slots, options.window_bytes)
     programs = run("schedule", schedule, tiling, target)
     plan = Plan(spec, target, options, tiling, layout, programs)
     proof = run("verify", verify, plan)

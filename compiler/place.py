@@ -139,12 +139,17 @@ def row_capacities(max_rows: int) -> list[int]:
 
 
 def place(
-    spec: ModelSpec, tiling: Tiling, target: Target, ring_slots: int | None = None
+    spec: ModelSpec,
+    tiling: Tiling,
+    target: Target,
+    ring_slots: int | None = None,
+    window_bytes: int = 0,
 ) -> Layout:
     """Tile counts -> addresses.
 
     ring_slots: slots of the ring for every entry point; by default as many as fit.
-    Raises LoweringError MKC204 if the ring that fits is too small to make progress.
+    window_bytes: what the ring must hold; two chunks in any case.
+    Raises LoweringError MKC203 if no ring of that size fits.
     """
     regions = _place_weights(spec, tiling)
     packet_sets = _place_packets(spec, tiling, target)
@@ -155,7 +160,7 @@ def place(
         packet_count=packet_sets[-1].base + packet_sets[-1].size,
         kv_groups=_place_kv(spec, tiling),
         shared=tuple(
-            _place_shared(tiling, target, rows, ring_slots)
+            _place_shared(tiling, target, rows, ring_slots, window_bytes)
             for rows in row_capacities(tiling.max_rows)
         ),
     )
@@ -248,17 +253,18 @@ def _place_kv(spec: ModelSpec, tiling: Tiling) -> tuple[KvGroup, ...]:
 
 
 def _place_shared(
-    tiling: Tiling, target: Target, rows: int, ring_slots: int | None
+    tiling: Tiling, target: Target, rows: int, ring_slots: int | None, window_bytes: int
 ) -> SharedMemory:
     smallest = shared_bytes(tiling, target, rows, 2)
     per_slot = tiling.chunk_bytes + 2 * 8  # the slot and its two barriers
     fits = 2 + (target.shared_bytes_per_block - smallest) // per_slot
     slots = fits if ring_slots is None else ring_slots
-    if slots < 2 or slots > fits:
+    needed = max(2, -(-window_bytes // tiling.chunk_bytes))
+    if not needed <= slots <= fits:
         raise LoweringError(
-            "MKC204",
-            f"a ring of {slots} chunks for {rows} rows does not work on {target.name}: 2 to {fits} "
-            f"slots of {tiling.chunk_bytes} bytes fit",
+            "MKC203",
+            f"a ring of {slots} chunks of {tiling.chunk_bytes} bytes does not work for {rows} "
+            f"rows on {target.name}: the window needs {needed}, and {fits} fit",
             hint="lower --max-batch, or choose a target with more shared memory",
         )
     return SharedMemory(rows, slots, shared_bytes(tiling, target, rows, slots))

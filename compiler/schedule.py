@@ -69,7 +69,9 @@ def _schedule_layer(tiling: Tiling, sms: list[_SmProgram], layer: int, batch: in
         program.add_shared(EntryKind.STAGE, layer)
     if ffn.routed:
         router_tiles = -(-ffn.matrices // 16)
-        for tile, program in enumerate(_least_streamed(sms)[:router_tiles]):
+        order = _least_streamed(sms)
+        for tile in range(router_tiles):
+            program = order[tile % len(sms)]
             program.add_shared(EntryKind.ROUTER, layer, tile)
             program.streamed += row_bytes
 

@@ -44,18 +44,18 @@ def target_names() -> list[str]:
 def load_target(name: str) -> Target:
     """The target called `name`; a unique prefix such as `h200` is enough.
 
-    Raises LoweringError MKC201 if no target, or more than one, has that name.
+    Raises LoweringError MKC202 if no target, or more than one, has that name.
     """
     matches = [known for known in target_names() if known == name] or [
         known for known in target_names() if known.startswith(name)
     ]
     if len(matches) != 1 or not name:
-        raise LoweringError("MKC201", f"no target is called {name!r}", hint=_known())
+        raise LoweringError("MKC202", f"no target is called {name!r}", hint=_known())
     text = (resources.files("mkc.compiler") / "targets" / f"{matches[0]}.yaml").read_text("utf-8")
     try:
         return Target.model_validate(YAML(typ="safe", pure=True).load(text))
     except ValidationError as error:
-        raise LoweringError("MKC201", f"target {name!r} is not well formed: {error}") from error
+        raise LoweringError("MKC202", f"target {name!r} is not well formed: {error}") from error
 
 
 def _known() -> str:

@@ -111,14 +111,14 @@ class Tiling:
 def tile(spec: ModelSpec, target: Target, max_rows: int, chunk_fragments: int) -> Tiling:
     """Spec, target and row limit -> tile counts.
 
-    Raises LoweringError MKC202 for a row limit, and MKC203 for a shape, that the kernel can't hold.
+    Raises LoweringError MKC204 for a row limit, and MKC201 for a shape, that the kernel can't hold.
     """
     if not 1 <= max_rows <= MAX_ROWS:
-        raise LoweringError("MKC202", f"--max-batch {max_rows} is outside 1 to {MAX_ROWS}")
+        raise LoweringError("MKC204", f"--max-batch {max_rows} is outside 1 to {MAX_ROWS}")
     attention = spec.attention
     if attention.kv_heads > target.sms:
         raise LoweringError(
-            "MKC203", f"{attention.kv_heads} KV heads do not fit {target.sms} SMs of {target.name}"
+            "MKC201", f"{attention.kv_heads} KV heads do not fit {target.sms} SMs of {target.name}"
         )
     layers = []
     for layer in spec.layers:

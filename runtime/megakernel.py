@@ -30,9 +30,13 @@ WAIT_REASONS = {
 
 
 class GpuError(MkcError):
-    """No suitable GPU, or the driver refused something (MKC602)."""
+    """No suitable GPU (MKC602)."""
 
-    exit_status = 1
+    exit_status = 2
+
+
+class DriverError(MkcError):
+    """The CUDA driver refused a call (MKC606)."""
 
 
 class KernelFault(MkcError):
@@ -87,7 +91,7 @@ class Megakernel:
     arena: packed weights, uint8 on that GPU; state: rows and KV pages on that GPU.
     emitted: int32 [max_rows], the last step's tokens: -1 for idle rows, -2 where no logit was a
     number. layer_outputs: float32 [layers, rows, hidden] of the last step if `trace`, else None.
-    Raises GpuError if the GPU does not have the target's SMs or the cubin does not load.
+    Raises GpuError if the GPU is not the target, DriverError if the cubin does not load.
     """
 
     def __init__(
@@ -256,10 +260,10 @@ class Megakernel:
             )
 
     def _call(self, result: tuple[Any, ...]) -> Any:
-        """Unwraps a driver call's (status, value). Raises GpuError with the driver's words."""
+        """Unwraps a driver call's (status, value). Raises DriverError with the driver's words."""
         status = result[0]
         if status != self._driver.CUresult.CUDA_SUCCESS:
             text = self._driver.cuGetErrorString(status)[1]
             message = text.decode() if isinstance(text, bytes) else str(text)
-            raise GpuError("MKC602", f"CUDA driver: {status.name}: {message}")
+            raise DriverError("MKC606", f"{status.name}: {message}")
         return result[1] if len(result) > 1 else None

@@ -49,7 +49,7 @@ class DeadlockError(CheckError):
         for sm, wait in waits.items():
             shared.setdefault(wait, []).append(sm)
         lines = [f"SM {_spans(sms)}: {wait}" for wait, sms in shared.items()]
-        super().__init__("MKC601", "\n  ".join(["the programs deadlock:", *lines]))
+        super().__init__("MKC611", "\n  ".join(["the programs deadlock:", *lines]))
         self.waits = waits
 
 
@@ -58,7 +58,7 @@ class UnwrittenPacketError(CheckError):
 
     def __init__(self, site: Site, item: str, found: int, wanted: int) -> None:
         super().__init__(
-            "MKC602", f"{site} reads {item} of epoch {wanted}, which holds epoch {found}"
+            "MKC612", f"{site} reads {item} of epoch {wanted}, which holds epoch {found}"
         )
 
 
@@ -67,7 +67,7 @@ class RewrittenPacketError(CheckError):
 
     def __init__(self, site: Site, item: str, found: int, wanted: int) -> None:
         super().__init__(
-            "MKC603", f"{site} writes {item} of epoch {wanted}, which holds epoch {found}"
+            "MKC613", f"{site} writes {item} of epoch {wanted}, which holds epoch {found}"
         )
 
 

@@ -49,7 +49,7 @@ class ProgramError(CheckError):
     """An entry lacks what earlier entries of the same program should have left to it."""
 
     def __init__(self, site: Site, problem: str) -> None:
-        super().__init__("MKC604", f"{site}: {problem}")
+        super().__init__("MKC614", f"{site}: {problem}")
 
 
 @dataclass(slots=True)

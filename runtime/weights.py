@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from mkc.compiler.spec import ExpertFfn, LayerSpec, ModelSpec
 from torch import Tensor
+
+from mkc.compiler.errors import MkcError
+from mkc.compiler.spec import ExpertFfn, LayerSpec, ModelSpec
 
 EMBEDDING_NAME = "model.embed_tokens.weight"
 HEAD_NAME = "lm_head.weight"
@@ -29,8 +31,10 @@ ROUTER_LOGIT_STD = 1.5
 NORM_STD = 0.1
 
 
-class WeightsError(ValueError):
-    """A checkpoint that does not hold what the model description says; the message has a code."""
+class WeightsError(MkcError):
+    """A checkpoint that does not hold what the model description says (MKC603)."""
+
+    exit_status = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,8 +191,8 @@ class StateDictWeights:
     `state_dict` may be any mapping, one that loads a tensor when asked for it too. All names are
     checked here, shapes and types when a tensor is read. Tensors stay on the device they lie on.
 
-    Raises WeightsError: MKC301 a tensor is missing, MKC302 one is left over (a bias, a shared
-    expert: nothing is ignored), MKC303 a shape or type is wrong, MKC304 a tied head that differs.
+    Raises WeightsError if a tensor is missing, one is left over (a bias, a shared expert: nothing
+    is ignored), a shape or type is wrong, or a tied head differs from the embedding.
     """
 
     def __init__(self, spec: ModelSpec, state_dict: Mapping[str, Tensor]) -> None:
@@ -202,13 +206,18 @@ class StateDictWeights:
         elif HEAD_NAME in state_dict:
             expected.add(HEAD_NAME)
             if not torch.equal(state_dict[HEAD_NAME], state_dict[EMBEDDING_NAME]):
-                raise WeightsError(f"MKC304 {HEAD_NAME} is tied but differs from {EMBEDDING_NAME}")
+                raise WeightsError(
+                    "MKC603", f"{HEAD_NAME} is tied but differs from {EMBEDDING_NAME}"
+                )
         if missing := sorted(expected - state_dict.keys()):
-            raise WeightsError(f"MKC301 {len(missing)} tensors are missing, first {missing[0]}")
+            raise WeightsError(
+                "MKC603", f"{len(missing)} tensors are missing, first {missing[0]}"
+            )
         if left_over := sorted(state_dict.keys() - expected):
             raise WeightsError(
-                f"MKC302 {len(left_over)} tensors have no place in the model description, "
-                f"first {left_over[0]}"
+                "MKC603",
+                f"{len(left_over)} tensors have no place in the model description, "
+                f"first {left_over[0]}",
             )
 
     def embedding(self) -> Tensor:
@@ -287,7 +296,8 @@ class StateDictWeights:
         tensor = self._tensors[name]
         if tuple(tensor.shape) != shape or tensor.dtype != torch.bfloat16:
             raise WeightsError(
-                f"MKC303 {name} is {tensor.dtype} {list(tensor.shape)}, "
-                f"the model description needs torch.bfloat16 {list(shape)}"
+                "MKC603",
+                f"{name} is {tensor.dtype} {list(tensor.shape)}, "
+                f"the model description needs torch.bfloat16 {list(shape)}",
             )
         return tensor

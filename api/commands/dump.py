@@ -31,7 +31,7 @@ def dump(name: str, spec: ModelSpec, target: Target, options: Options) -> str:
     tiling = tile(spec, target, options.max_batch, options.chunk_fragments)
     if name == "tile":
         return _json(asdict(tiling))
-    layout = place(spec, tiling, target, options.ring_slots)
+    layout = place(spec, tiling, target, options.ring_slots, options.window_bytes)
     if name == "place":
         return artifact_json.dump_layout(layout)
     plan = Plan(spec, target, options, tiling, layout, schedule(tiling, target))

@@ -26,7 +26,7 @@ def make_plan(spec: ModelSpec, sms: int, options: Options) -> Plan:
     """A plan for a made-up GPU of `sms` SMs, as the pipeline would make it."""
     target = load_target("h200").model_copy(update={"sms": sms})
     tiling = tile(spec, target, options.max_batch, options.chunk_fragments)
-    layout = place(spec, tiling, target, options.ring_slots)
+    layout = place(spec, tiling, target, options.ring_slots, options.window_bytes)
     return Plan(spec, target, options, tiling, layout, schedule(tiling, target))
 
 

@@ -287,7 +287,7 @@ def test_a_dropped_entry_is_a_deadlock(kind: EntryKind, layer: int, missing: str
 
     with pytest.raises(DeadlockError) as caught:
         run_mutated(mutate(drop))
-    assert caught.value.code == "MKC601"
+    assert caught.value.code == "MKC611"
     assert any(missing in wait for wait in caught.value.waits.values()), caught.value
     assert missing in str(caught.value)
 
@@ -307,12 +307,12 @@ def test_an_entry_without_its_predecessor_on_the_sm_is_an_error(
 ) -> None:
     with pytest.raises(ProgramError) as caught:
         run_mutated(mutate(lambda sm, e: [] if (sm, e.kind, e.layer) == (0, kind, layer) else [e]))
-    assert caught.value.code == "MKC604"
+    assert caught.value.code == "MKC614"
 
 
 @pytest.mark.parametrize("kind", [EntryKind.EMBED, EntryKind.QKV, EntryKind.MERGE])
 def test_a_second_write_is_an_error(kind: EntryKind) -> None:
-    with pytest.raises(RewrittenPacketError, match="MKC603"):
+    with pytest.raises(RewrittenPacketError, match="MKC613"):
         run_mutated(mutate(lambda sm, e: [e, e] if e.kind == kind else [e]))
 
 
@@ -323,7 +323,7 @@ def test_reads_are_of_the_very_epoch() -> None:
     assert store.read(site, (1, slice(2)), 9).sum() == 8
     with pytest.raises(UnwrittenPacketError) as caught:
         store.read(site, (1, slice(3)), 9)
-    assert caught.value.code == "MKC602"
+    assert caught.value.code == "MKC612"
     assert "SM 3, entry 7 (QKV layer 1 tile 5) reads qkv[layer 1, row 2]" in str(caught.value)
     assert not Wait(site, store, (1, 2), 9).is_over()
     with pytest.raises(UnwrittenPacketError, match="holds epoch 9"):

@@ -1,0 +1,77 @@
+"""What tile, place and schedule refuse, and what they must not lose on small targets."""
+
+from __future__ import annotations
+
+import pytest
+from plan_damage import make_plan
+
+from mkc.compiler.errors import LoweringError
+from mkc.compiler.parse import load_model
+from mkc.compiler.plan import Options
+from mkc.compiler.program import EntryKind
+from mkc.compiler.spec import ExpertFfn, ModelSpec
+from mkc.compiler.target import load_target
+from mkc.compiler.verify import verify
+
+
+def many_experts() -> ModelSpec:
+    """The tiny model with as many experts as the kernel can have: eight tiles of the router."""
+    tiny = load_model("tiny")
+    layers = tuple(
+        layer.model_copy(update={"ffn": layer.ffn.model_copy(update={"experts": 128})})
+        if isinstance(layer.ffn, ExpertFfn)
+        else layer
+        for layer in tiny.layers
+    )
+    return tiny.model_copy(update={"layers": layers})
+
+
+@pytest.mark.parametrize("sms", [2, 3, 7])
+def test_routers_with_more_tiles_than_there_are_sms(sms: int) -> None:
+    plan = make_plan(many_experts(), sms, Options(max_batch=2, ring_slots=8))
+    verify(plan)
+    for layer in range(1, len(plan.tiling.layers)):
+        tiles = [
+            entry.tile
+            for program in plan.programs
+            for entry in program
+            if (entry.kind, entry.layer) == (EntryKind.ROUTER, layer)
+        ]
+        assert sorted(tiles) == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (Options(ring_slots=7), "the window needs 8, and 2[0-9] fit"),
+        (Options(window_bytes=1 << 20), "the window needs 128, and 2[0-9] fit"),
+        (Options(ring_slots=1, window_bytes=8192), "the window needs 2, and 2[0-9] fit"),
+        (Options(ring_slots=40), "a ring of 40 chunks of 8192 bytes"),
+    ],
+)
+def test_a_ring_that_cannot_work_is_refused_before_the_proof(
+    options: Options, message: str
+) -> None:
+    with pytest.raises(LoweringError, match=message) as error:
+        make_plan(load_model("tiny"), 132, options)
+    assert (error.value.code, error.value.exit_status) == ("MKC203", 2)
+
+
+@pytest.mark.parametrize("rows", [0, 9])
+def test_a_batch_out_of_range(rows: int) -> None:
+    with pytest.raises(LoweringError, match=f"--max-batch {rows}") as error:
+        make_plan(load_model("tiny"), 132, Options(max_batch=rows))
+    assert error.value.code == "MKC204"
+
+
+def test_more_kv_heads_than_sms() -> None:
+    with pytest.raises(LoweringError, match="2 KV heads do not fit 1 SMs") as error:
+        make_plan(load_model("tiny"), 1, Options())
+    assert error.value.code == "MKC201"
+
+
+@pytest.mark.parametrize("name", ["", "h", "b200"])
+def test_an_unknown_or_ambiguous_target(name: str) -> None:
+    with pytest.raises(LoweringError, match="known targets: h100-sxm, h200-sxm") as error:
+        load_target(name)
+    assert error.value.code == "MKC202"
