@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Sequence
 
 import typer
+
 from mkc.api.commands import compile, doctor, inspect, models, version
 from mkc.compiler.errors import MkcError
 

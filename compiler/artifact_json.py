@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any
 
 import networkx as nx
+
 from mkc.compiler.ops import BF16_BYTES, Op, ops_of
 from mkc.compiler.place import KvGroup, Layout, PacketSet, Region, SharedMemory
 from mkc.compiler.plan import Plan

@@ -54,8 +54,8 @@ def compile_options(arch: str) -> list[str]:
 def assemble(cuda: str, arch: str) -> Assembly:
     """CUDA source -> Assembly for `arch` (such as sm_90a).
 
-    Raises ToolchainError MKC401 with the compiler's log if it rejects the source, MKC402 if NVRTC is
-    missing or of no use.
+    Raises ToolchainError MKC401 with the compiler's log if it rejects the source, MKC402 if NVRTC
+    is missing or of no use.
     """
     nvrtc, version = _load_nvrtc()
     (program,) = _call(nvrtc, nvrtc.nvrtcCreateProgram, cuda.encode(), SOURCE_NAME, 0, [], [])

@@ -12,13 +12,14 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
 from mkc.compiler.errors import DescriptionError, Location
 from mkc.compiler.limits import MAX_LAYERS, Origin, SpecPath, check_limits, dotted
 from mkc.compiler.parse_hf import config_name, parse_config
 from mkc.compiler.source import Node, nearest, parse_yaml, quoted, read_text
 from mkc.compiler.spec import DenseFfn, ExpertFfn, Frozen, LayerSpec, ModelSpec
 from mkc.models import shipped_models
-from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 FORMAT_VERSION = 1
 

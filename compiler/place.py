@@ -8,7 +8,6 @@ from mkc.compiler.errors import LoweringError
 from mkc.compiler.spec import ModelSpec
 from mkc.compiler.target import Target
 from mkc.compiler.tile import (
-    FRAGMENT_BYTES,
     FRAGMENT_EDGE,
     MAX_EXPERTS,
     MAX_EXPERTS_PER_TOKEN,

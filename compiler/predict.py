@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
 from mkc.compiler.ops import BF16_BYTES, expected_active
 from mkc.compiler.plan import Plan
 from mkc.compiler.program import EntryKind

@@ -24,11 +24,15 @@ _INCLUDE = re.compile(r'^#include "(?P<header>[\w.]+)"\n', re.MULTILINE)
 
 def render(plan: Plan) -> str:
     """Plan -> text of kernel.cu."""
-    return _environment().get_template("kernel.cu.j2").render(
-        spec=plan.spec,
-        target=plan.target,
-        layout=plan.layout,
-        headers=expand_headers(ROOT_HEADER, render_model(plan)),
+    return (
+        _environment()
+        .get_template("kernel.cu.j2")
+        .render(
+            spec=plan.spec,
+            target=plan.target,
+            layout=plan.layout,
+            headers=expand_headers(ROOT_HEADER, render_model(plan)),
+        )
     )
 
 

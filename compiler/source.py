@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mkc.compiler.errors import DescriptionError, Location
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import (
@@ -29,6 +28,8 @@ from ruamel.yaml.events import (
     SequenceEndEvent,
 )
 from ruamel.yaml.reader import ReaderError
+
+from mkc.compiler.errors import DescriptionError, Location
 
 MAX_FILE_BYTES = 4 << 20
 MAX_DEPTH = 32

@@ -20,6 +20,7 @@ from collections import deque
 from dataclasses import dataclass
 
 import networkx as nx
+
 from mkc.compiler.ops import OpKind, build_ops
 from mkc.compiler.place import PARTIAL_BUFFERS
 from mkc.compiler.plan import Plan

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+
 from mkc.compiler.place import PARTIAL_BUFFERS, PacketSet
 from mkc.compiler.plan import Plan
 from mkc.compiler.program import EntryKind

@@ -14,6 +14,8 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from mkc.compiler.plan import Plan
 from mkc.compiler.program import Entry, EntryKind
 from mkc.compiler.tile import FRAGMENT_EDGE, MERGE_DIMS
@@ -29,7 +31,6 @@ from mkc.runtime.packets import (
 )
 from mkc.runtime.state import StepState
 from mkc.runtime.tasks import ProgramError, StepTasks
-from torch import Tensor
 
 __all__ = [
     "DeadlockError",

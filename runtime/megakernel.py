@@ -11,11 +11,12 @@ import ctypes
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from mkc.compiler.errors import MkcError
 from mkc.compiler.plan import Plan
 from mkc.compiler.program import EntryKind, encode_programs
 from mkc.runtime.state import StepState
-from torch import Tensor
 
 PACKET_BYTES = 16
 LAST_EPOCH = 2**32 - 1
@@ -217,7 +218,9 @@ class Megakernel:
         parameters.stop_tokens = state.eos_tokens.data_ptr()
         parameters.emitted = self.emitted.data_ptr()
         parameters.logits = state.logits.data_ptr()
-        parameters.layer_outputs = 0 if self.layer_outputs is None else self.layer_outputs.data_ptr()
+        parameters.layer_outputs = (
+            0 if self.layer_outputs is None else self.layer_outputs.data_ptr()
+        )
         parameters.fault = self._fault.data_ptr()
         parameters.epoch = epoch
         parameters.program_pitch = self._programs.shape[1]

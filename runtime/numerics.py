@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
+
 from mkc.compiler.plan import Plan
 from mkc.compiler.rules import active_experts, top_experts
 from mkc.compiler.spec import ModelSpec
@@ -22,7 +24,6 @@ from mkc.runtime.packing import (
     region_bytes,
     unpack_rows,
 )
-from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from mkc.compiler.errors import CheckError
 from mkc.compiler.place import PacketSet
 from mkc.compiler.program import Entry

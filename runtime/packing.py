@@ -19,11 +19,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
+
 from mkc.compiler.place import Layout, Region
 from mkc.compiler.spec import ModelSpec
 from mkc.compiler.tile import FRAGMENT_BYTES, FRAGMENT_EDGE, PAGE_TOKENS
 from mkc.runtime.weights import ModelWeights
-from torch import Tensor
 
 PAGE_TILES = PAGE_TOKENS // FRAGMENT_EDGE
 NORM_REGION = "norms"

@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from mkc.compiler.spec import DenseFfn, ExpertFfn, LayerSpec, ModelSpec
-from mkc.runtime.weights import LayerWeights, ModelWeights
 from torch import Tensor
 from torch.nn import functional as F
+
+from mkc.compiler.spec import DenseFfn, ExpertFfn, LayerSpec, ModelSpec
+from mkc.runtime.weights import LayerWeights, ModelWeights
 
 
 class KvCache:

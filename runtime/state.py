@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+
 from mkc.compiler.place import KvGroup
 from mkc.compiler.plan import Plan
 from mkc.compiler.rules import first_token
@@ -21,7 +23,6 @@ from mkc.runtime.packing import (
     unpack_k_pages,
     unpack_v_pages,
 )
-from torch import Tensor
 
 NO_BLOCK = -1
 NAN_BYTE = 0xFF  # a bf16 of two such bytes is NaN

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+
 from mkc.compiler.errors import CheckError
 from mkc.compiler.place import PARTIAL_BUFFERS
 from mkc.compiler.plan import Plan

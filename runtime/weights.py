@@ -210,9 +210,7 @@ class StateDictWeights:
                     "MKC603", f"{HEAD_NAME} is tied but differs from {EMBEDDING_NAME}"
                 )
         if missing := sorted(expected - state_dict.keys()):
-            raise WeightsError(
-                "MKC603", f"{len(missing)} tensors are missing, first {missing[0]}"
-            )
+            raise WeightsError("MKC603", f"{len(missing)} tensors are missing, first {missing[0]}")
         if left_over := sorted(state_dict.keys() - expected):
             raise WeightsError(
                 "MKC603",

@@ -1,1 +1,1 @@
-"""The CUDA sources: headers that open in an editor, and the few Jinja files that instantiate them."""
+"""The CUDA sources: headers that open in an editor, and the Jinja files that instantiate them."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
 from mkc.api.commands.common import (
     CacheDirOption,
     JsonOption,

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import typer
+
 from mkc.api.commands.common import CacheDirOption, JsonOption, print_json, print_table
 
 PACKAGES = (

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
 from mkc.api.commands.common import JsonOption, print_json, print_lines, print_table, size
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
 from mkc.api.commands.common import JsonOption, count, print_json, print_lines, print_table
 
 

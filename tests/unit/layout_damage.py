@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import assume
 from hypothesis import strategies as st
+
 from mkc.compiler.place import Layout
 from mkc.compiler.plan import Plan
 from plan_damage import Draw, replaced, with_layout

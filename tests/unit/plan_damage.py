@@ -9,6 +9,7 @@ from typing import Any
 
 from hypothesis import assume
 from hypothesis import strategies as st
+
 from mkc.compiler.parse import load_model
 from mkc.compiler.place import place
 from mkc.compiler.plan import Options, Plan

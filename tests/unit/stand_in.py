@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
 from mkc.compiler import pipeline
 from mkc.compiler.assemble import Assembly, KernelResources
 from mkc.compiler.parse import load_model

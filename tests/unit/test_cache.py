@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 
 import pytest
+
 from mkc.compiler import cache as cache_module
 from mkc.compiler.artifact import load_artifact, write_artifact
+from mkc.compiler.assemble import compile_options
 from mkc.compiler.cache import Cache, cache_key, default_cache_dir
 from mkc.compiler.parse import load_model
 from mkc.compiler.plan import Options
@@ -42,7 +45,7 @@ def test_the_key_changes_with_every_input(monkeypatch: pytest.MonkeyPatch, tmp_p
         cache_key(SPEC, TARGET, OPTIONS, ["ptx"]),
     ]
     (tmp_path / "ring.cuh").write_text("one")
-    monkeypatch.setattr(cache_module.resources, "files", lambda package: tmp_path)
+    monkeypatch.setattr(resources, "files", lambda package: tmp_path)
     keys.append(cache_key(SPEC, TARGET, OPTIONS, []))
     (tmp_path / "ring.cuh").write_text("two")
     keys.append(cache_key(SPEC, TARGET, OPTIONS, []))
@@ -55,7 +58,7 @@ def test_the_key_changes_with_every_input(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_the_key_does_not_depend_on_where_headers_are(monkeypatch: pytest.MonkeyPatch) -> None:
     key = cache_key(SPEC, TARGET, OPTIONS, [])
-    options = cache_module.compile_options(TARGET.arch)
+    options = compile_options(TARGET.arch)
     moved = [o if "include-path" not in o else "--include-path=/elsewhere" for o in options]
     assert moved != options
     monkeypatch.setattr(cache_module, "compile_options", lambda arch: moved)

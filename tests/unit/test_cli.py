@@ -12,10 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
+
 from mkc.api.cli import app, run
 from mkc.compiler.artifact import load_artifact
 from stand_in import SPILLING, stand_in
-from typer.testing import CliRunner
 
 GOLDEN = Path(__file__).parent / "golden"
 VERBS = ("compile", "inspect", "models", "import", "doctor", "version")
@@ -217,10 +218,10 @@ def test_a_plan_that_is_not_proven_ends_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from mkc.compiler import pipeline
+    from mkc.compiler.schedule import schedule
 
     stand_in(monkeypatch)
-    whole = pipeline.schedule
-    monkeypatch.setattr(pipeline, "schedule", lambda tiling, target: whole(tiling, target)[:-1])
+    monkeypatch.setattr(pipeline, "schedule", lambda tiling, target: schedule(tiling, target)[:-1])
     assert run(["compile", "tiny"]) == 1
     assert "error MKC305: the plan is rejected: 131 programs" in capsys.readouterr().err
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from mkc.compiler.describe import describe, fold
 from mkc.compiler.parse import load_model, parse_description
 from mkc.compiler.spec import (

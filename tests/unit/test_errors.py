@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+
 from mkc.compiler.errors import (
     CODES,
     ArtifactError,

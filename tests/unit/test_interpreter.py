@@ -9,6 +9,8 @@ from typing import get_args
 
 import pytest
 import torch
+from torch import Tensor
+
 from mkc.compiler.parse import load_model
 from mkc.compiler.place import PacketSet, place
 from mkc.compiler.plan import Options, Plan
@@ -30,7 +32,6 @@ from mkc.runtime.packing import pack_weights
 from mkc.runtime.reference import KvCache, Reference, StepResult
 from mkc.runtime.state import StepState
 from mkc.runtime.weights import LayerWeights, RandomWeights
-from torch import Tensor
 
 FEW_SMS = 5  # every SM has several tiles, splits and rows' units of each op
 RAGGED = (99, 1, 300, 64, 128, 63, 101, 127)

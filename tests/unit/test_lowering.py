@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from plan_damage import make_plan
 
 from mkc.compiler.errors import LoweringError
 from mkc.compiler.parse import load_model
@@ -12,6 +11,7 @@ from mkc.compiler.program import EntryKind
 from mkc.compiler.spec import ExpertFfn, ModelSpec
 from mkc.compiler.target import load_target
 from mkc.compiler.verify import verify
+from plan_damage import make_plan
 
 
 def many_experts() -> ModelSpec:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+
 from mkc.compiler.parse import load_model
 from mkc.compiler.place import Layout, place
 from mkc.compiler.spec import ModelSpec
@@ -30,7 +32,6 @@ from mkc.runtime.packing import (
     unpack_v_pages,
 )
 from mkc.runtime.weights import RandomWeights
-from torch import Tensor
 
 tiles = st.integers(1, 4)
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from mkc.compiler.errors import DescriptionError
 from mkc.compiler.limits import check_limits
 from mkc.compiler.parse import load_model, parse_description

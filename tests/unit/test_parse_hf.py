@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from mkc.compiler.errors import DescriptionError
 from mkc.compiler.parse import load_model
 from mkc.compiler.parse_hf import config_name, parse_config

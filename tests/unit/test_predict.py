@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+
 from mkc.compiler.ops import expected_active
 from mkc.compiler.parse import load_model
 from mkc.compiler.plan import Options, Plan

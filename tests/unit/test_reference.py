@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import Cohere2MoeConfig, Cohere2MoeForCausalLM
+from transformers.models.cohere2_moe.modeling_cohere2_moe import Cohere2MoeTopKRouter
+
 from mkc.compiler.spec import (
     AttentionSpec,
     DenseFfn,
@@ -30,9 +34,6 @@ from mkc.runtime.weights import (
     fused_expert_name,
     layer_name,
 )
-from torch import Tensor
-from transformers import Cohere2MoeConfig, Cohere2MoeForCausalLM
-from transformers.models.cohere2_moe.modeling_cohere2_moe import Cohere2MoeTopKRouter
 
 CASES = range(12)
 DECODE_STEPS = 4

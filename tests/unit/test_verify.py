@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from layout_damage import LAYOUT_DAMAGE
 from mkc.compiler.parse import load_model
 from mkc.compiler.plan import Options, Plan

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
+
 from mkc.compiler.spec import (
     AttentionSpec,
     DenseFfn,
@@ -18,7 +20,6 @@ from mkc.compiler.spec import (
 )
 from mkc.runtime.reference import KvCache, Reference
 from mkc.runtime.weights import LayerWeights, RandomWeights, StateDictWeights, WeightsError
-from torch import Tensor
 
 Form = Callable[[ModelSpec, RandomWeights], dict[str, Tensor]]
 
