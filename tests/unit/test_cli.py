@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,11 +13,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import golden_files
 from mkc.api.cli import app, run
 from mkc.compiler.artifact import load_artifact
 from stand_in import SPILLING, stand_in
 
-GOLDEN = Path(__file__).parent / "golden"
 VERBS = ("compile", "inspect", "models", "import", "doctor", "version")
 
 
@@ -33,16 +32,10 @@ def workplace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def compare(name: str, text: str) -> None:
-    """Against a golden file; MKC_UPDATE_GOLDEN=1 writes it anew.
-
-    Sizes of shared memory follow the kernel's own structure and are left out.
-    """
-    path = GOLDEN / f"cli_{name}.txt"
+    """Against a golden file; sizes of shared memory follow the kernel's structure, not these."""
     text = re.sub(r"2\d{5} B( +)\d\d chunks", r"###### B\1## chunks", text)
     text = re.sub(r"\d\d  2\d{5}$", "##  ######", text, flags=re.MULTILINE)
-    if os.environ.get("MKC_UPDATE_GOLDEN") == "1":
-        path.write_text(text, "utf-8")
-    assert text == path.read_text("utf-8")
+    golden_files.compare(f"cli_{name}.txt", text)
 
 
 def output_of(*arguments: str) -> str:

@@ -43,10 +43,16 @@ def test_routers_with_more_tiles_than_there_are_sms(sms: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (Options(ring_slots=7), "the window needs 8, and 2[0-9] fit"),
-        (Options(window_bytes=1 << 20), "the window needs 128, and 2[0-9] fit"),
-        (Options(ring_slots=1, window_bytes=8192), "the window needs 2, and 2[0-9] fit"),
-        (Options(ring_slots=40), "a ring of 40 chunks of 8192 bytes"),
+        (
+            Options(chunk_fragments=16, window_bytes=65536, ring_slots=7),
+            "the window needs 8, and 2[0-9] fit",
+        ),
+        (Options(chunk_fragments=16, window_bytes=1 << 20), "the window needs 128, and 2[0-9] fit"),
+        (
+            Options(chunk_fragments=16, window_bytes=8192, ring_slots=1),
+            "the window needs 2, and 2[0-9] fit",
+        ),
+        (Options(chunk_fragments=16, ring_slots=40), "a ring of 40 chunks of 8192 bytes"),
     ],
 )
 def test_a_ring_that_cannot_work_is_refused_before_the_proof(

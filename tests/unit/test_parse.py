@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,13 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import golden_files
 from mkc.compiler.errors import DescriptionError
 from mkc.compiler.limits import check_limits
 from mkc.compiler.parse import load_model, parse_description
 from mkc.compiler.spec import DenseFfn, ExpertFfn, ModelSpec
 from mkc.models import shipped_models
-
-GOLDEN = Path(__file__).parent / "golden" / "description_errors.txt"
 
 BASE = """\
 mkc: 1
@@ -151,11 +149,8 @@ def test_fault_is_named_at_its_place(fault: Fault) -> None:
 
 
 def test_error_texts() -> None:
-    """The texts as users read them; MKC_UPDATE_GOLDEN=1 writes the file anew."""
     texts = "\n".join(f"[{fault.name}]\n{error_of(broken(fault))}\n" for fault in FAULTS)
-    if os.environ.get("MKC_UPDATE_GOLDEN") == "1":
-        GOLDEN.write_text(texts, "utf-8")
-    assert texts == GOLDEN.read_text("utf-8")
+    golden_files.compare("description_errors.txt", texts)
 
 
 def test_base_description() -> None:

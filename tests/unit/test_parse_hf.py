@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import golden_files
 from mkc.compiler.errors import DescriptionError
 from mkc.compiler.parse import load_model
 from mkc.compiler.parse_hf import config_name, parse_config
 from mkc.compiler.spec import DenseFfn, ExpertFfn, ModelSpec
-
-GOLDEN = Path(__file__).parent / "golden" / "config_errors.txt"
 
 CHECKPOINT: dict[str, Any] = {
     "architectures": ["Cohere2MoeForCausalLM"],
@@ -158,11 +156,8 @@ def test_fault_is_named_at_its_place(changes: dict[str, Any], code: str, key: st
 
 
 def test_error_texts() -> None:
-    """The texts as users read them; MKC_UPDATE_GOLDEN=1 writes the file anew."""
     texts = "\n".join(f"[{name}]\n{error_of(text_of(changes))}\n" for name, changes, *_ in FAULTS)
-    if os.environ.get("MKC_UPDATE_GOLDEN") == "1":
-        GOLDEN.write_text(texts, "utf-8")
-    assert texts == GOLDEN.read_text("utf-8")
+    golden_files.compare("config_errors.txt", texts)
 
 
 @pytest.mark.parametrize(
