@@ -31,7 +31,7 @@ class Region:
     """`bytes` of the weight arena at `offset`; layer -1 for what belongs to no layer.
 
     `layout` says how the bytes are ordered: `rows` (plain), `pair_tiles` (16-row fragment tiles) or
-    `gate_up_tiles` (32-row tiles of gate and up), see `fragments`. Shape is [matrices, out, in]
+    `gate_up_tiles` (32-row tiles of gate and up), see docs/format.md. Shape is [matrices, out, in]
     before padding of `out` to whole tiles.
     """
 
