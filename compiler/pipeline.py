@@ -1,6 +1,6 @@
 """The pipeline: a model description in, a compiled plan out, one pure pass after another.
 
-    parse -> build ops -> tile -> place -> schedule -> verify -> predict -> render -> assemble
+    parse -> build ops -> tile -> place -> schedule -> verify -> simulate -> render -> assemble
 
 Each pass is a function of what the ones before it returned; nothing is global and nothing is
 mutated, so any of them can be run, dumped or replaced by itself.
@@ -19,7 +19,7 @@ from mkc.compiler.assemble import Assembly, assemble
 from mkc.compiler.ops import build_ops
 from mkc.compiler.place import place
 from mkc.compiler.plan import Options, Plan
-from mkc.compiler.predict import Prediction, predict
+from mkc.compiler.prediction import Prediction, predict
 from mkc.compiler.render import render
 from mkc.compiler.schedule import schedule
 from mkc.compiler.spec import ModelSpec
@@ -33,7 +33,7 @@ PASSES: tuple[tuple[str, str], ...] = (
     ("place", "every weight, packet, page and shared word gets its address"),
     ("schedule", "tasks become programs, one for each SM"),
     ("verify", "nothing is written if the plan could hang, race or miss a byte"),
-    ("predict", "step time and share of the memory floor, from the target's figures"),
+    ("simulate", "step time and share of the memory floor, from the target's figures"),
     ("render", "constants and dispatch become CUDA"),
     ("assemble", "NVRTC makes the cubin; registers, spills and shared memory are read back"),
 )
@@ -77,7 +77,7 @@ def compile_model(
     programs = run("schedule", schedule, tiling, target)
     plan = Plan(spec, target, options, tiling, layout, programs)
     proof = run("verify", verify, plan)
-    prediction = run("predict", predict, plan)
+    prediction = run("simulate", predict, plan)
     cuda = run("render", render, plan)
     assembly = run("assemble", assemble, cuda, target.arch)
     return Compiled(plan, graph, proof, prediction, cuda, assembly, seconds)

@@ -15,10 +15,26 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 
 
 class Measured(Frozen):
-    """Figures read off a running GPU, for the cost model."""
+    """Figures read off a running GPU, for the simulator. Each is one loop that can be timed.
+
+    stream_share: of the datasheet's bandwidth, what all SMs together reach; sm_bytes_per_second:
+    what one SM takes at most; latency_seconds: from a request for a chunk to its first bytes while
+    memory is idle; load_seconds: a small load while memory is busy; hand_off_seconds: from a
+    packet's store to its sight in another SM, likewise; warp_bytes_per_second: what a consumer warp
+    multiplies; attention_bytes_per_second: K and V that it attends to; join_seconds: all consumer
+    warps meet and one adds up their sums; routing_seconds: from a row's logits to its experts;
+    launch_seconds: from a step's launch to its first request, plus its last packet's way out.
+    """
 
     stream_share: PositiveFloat
+    sm_bytes_per_second: PositiveFloat
+    latency_seconds: PositiveFloat
+    load_seconds: PositiveFloat
     hand_off_seconds: PositiveFloat
+    warp_bytes_per_second: PositiveFloat
+    attention_bytes_per_second: PositiveFloat
+    join_seconds: PositiveFloat
+    routing_seconds: PositiveFloat
     launch_seconds: PositiveFloat
 
 

@@ -41,10 +41,10 @@ def dump(name: str, spec: ModelSpec, target: Target, options: Options) -> str:
         from mkc.compiler.verify import verify
 
         return _json(asdict(verify(plan)))
-    if name == "predict":
-        from mkc.compiler.predict import predict
+    if name == "simulate":
+        from mkc.compiler.prediction import predict
 
-        return _json(asdict(predict(plan)))
+        return _json({"points": [asdict(point) for point in predict(plan).points]})
     from mkc.compiler.render import render
 
     cuda = render(plan)

@@ -1,0 +1,440 @@
+"""The simulator: discrete events over a plan's own programs, with the target's measured figures.
+
+What is modelled is what the kernel does:
+
+- Each SM's producer sends for chunks in program order, as far as ring and window let it, and stops
+  at a layer's first expert chunk until the experts are known.
+- Memory is one queue, served in the order of requests at the rate that all SMs together reach; what
+  comes out travels for `latency_seconds`, and one SM takes it no faster than a stream alone. So SMs
+  share the bandwidth by what they ask for, and a full window means a loaded latency.
+- Consumer warps take tasks in program order, a task beginning once its warp is free, its packets
+  are here and its first chunk has landed; they use a chunk in the time that its bytes take a warp.
+- A packet is seen in all SMs `hand_off_seconds` after it was stored; what one round of loads cannot
+  bring takes further rounds of `load_seconds`.
+
+Chunks move in pieces of up to `piece_bytes`; that a warp may be at most two tiles ahead of the
+warp that adds up their sums is left out. Events are handled in the order of requests to memory,
+and everything that follows from a request lies after it, so the order is exact. Ties go to the
+lower SM: the same inputs give the same result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from mkc.compiler.place import CONSUMER_WARPS
+from mkc.compiler.plan import Plan
+from mkc.compiler.proof import VerifyError
+from mkc.compiler.simulate_tasks import (
+    ALL,
+    BEHAVIOUR,
+    NONE,
+    Piece,
+    Routing,
+    Run,
+    Signal,
+    SimTask,
+    StepTasks,
+    draw_routing,
+    unfold,
+)
+
+PIECE_BYTES = 16384
+ROUTING_WARPS = 3
+UNKNOWN = -1.0
+
+
+@dataclass(slots=True)
+class TaskTimes:
+    """Of each task of an SM, in order; seconds from the first request.
+
+    start: its warp was free (the first of them, where all share it); begin: it had a warp and its
+    packets; ready: its first chunk had landed as well; end: its results were stored. first_piece:
+    number of its first piece in the SM's stream (one item more than there are tasks).
+    """
+
+    start: list[float] = field(default_factory=list)
+    begin: list[float] = field(default_factory=list)
+    ready: list[float] = field(default_factory=list)
+    end: list[float] = field(default_factory=list)
+    first_piece: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Stream:
+    """Of each piece that an SM streamed: when it was sent for, landed, and had been used.
+
+    holds: pieces that had to wait for something else than the pieces before them, and what for: the
+    piece whose slot they took, or NONE for the routing.
+    """
+
+    bytes: list[int]
+    chunks: list[int]
+    issued: list[float] = field(default_factory=list)
+    landed: list[float] = field(default_factory=list)
+    used: list[float] = field(default_factory=list)
+    holds: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class SimulatedStep:
+    """One simulated step. Times are seconds from the first request; `seconds` is the whole step
+    with its launch.
+
+    seen: of each signal, when its last packets had reached all SMs; last_writer: (SM, place) of the
+    task that sent them.
+    """
+
+    plan: Plan
+    tasks: StepTasks
+    times: list[TaskTimes]
+    streams: list[Stream]
+    seen: list[float]
+    last_writer: list[tuple[int, int]]
+    seconds: float
+    bytes: int
+
+    @property
+    def floor_seconds(self) -> float:
+        """The bytes streamed over the datasheet's bandwidth."""
+        return self.bytes / self.plan.target.hbm_bytes_per_second
+
+    @property
+    def share_of_floor(self) -> float:
+        """Floor over predicted time: 1 is the datasheet's bandwidth."""
+        return self.floor_seconds / self.seconds
+
+    def layer_begin(self, layer: int) -> float:
+        """When a layer's whole input had reached all SMs; the number of layers gives the head's."""
+        return self.seen[self.tasks.signals.index(Signal("layer_input", layer, 0))]
+
+    def layer_seconds(self) -> list[float]:
+        """Of each layer, from its input's arrival to that of the next."""
+        begins = [self.layer_begin(layer) for layer in range(len(self.plan.spec.layers) + 1)]
+        return [end - begin for begin, end in pairwise(begins)]
+
+    def layer_bytes(self) -> list[int]:
+        """Bytes that each layer streams; the last item is the head's."""
+        sizes = [0] * (len(self.plan.spec.layers) + 1)
+        for program, times, stream in zip(
+            self.tasks.programs, self.times, self.streams, strict=True
+        ):
+            for task, (first, behind) in zip(program, pairwise(times.first_piece), strict=True):
+                sizes[task.entry.layer] += sum(stream.bytes[first:behind])
+        return sizes
+
+
+def simulate_step(
+    plan: Plan,
+    lengths: Sequence[int],
+    seed: int = 0,
+    routing: Routing | None = None,
+    waits: bool = True,
+    piece_bytes: int = PIECE_BYTES,
+) -> SimulatedStep:
+    """Simulates one step of rows that see `lengths` tokens each, their new one included.
+
+    routing: each layer's active experts, by default drawn with `seed`. waits: False answers every
+    wait for packets at once, which gives the card's ceiling for this plan. Raises ValueError for
+    lengths that the plan does not allow, VerifyError MKC304 if the programs cannot end.
+    """
+    if not 1 <= len(lengths) <= plan.tiling.max_rows or min(lengths) < 1:
+        raise ValueError(f"1 to {plan.tiling.max_rows} lengths of at least 1, not {list(lengths)}")
+    with _no_collection():
+        chosen = draw_routing(plan, len(lengths), seed) if routing is None else routing
+        limit = min(piece_bytes, plan.tiling.chunk_bytes * _most_chunks(plan, len(lengths)))
+        return _Simulation(plan, unfold(plan, lengths, chosen, limit), waits).run()
+
+
+def window_chunks(plan: Plan) -> int:
+    """Chunks that one SM may have in flight."""
+    return max(1, plan.options.window_bytes // plan.tiling.chunk_bytes)
+
+
+def ring_slots(plan: Plan, rows: int) -> int:
+    """Chunks in the ring of the entry point that serves so many rows."""
+    return next(shared.ring_slots for shared in plan.layout.shared if shared.rows >= rows)
+
+
+def _most_chunks(plan: Plan, rows: int) -> int:
+    """Chunks of a piece with which ring and window still work like those of single chunks."""
+    return max(1, min(window_chunks(plan) // 2, ring_slots(plan, rows) // 4))
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Spares the garbage collector half a million objects that have no cycles."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@dataclass(slots=True)
+class _Sm:
+    """The state of one SM. A task's chunks have all been sent for once `complete` pieces have."""
+
+    number: int
+    tasks: list[SimTask]
+    times: TaskTimes
+    stream: Stream
+    gates: dict[int, int]  # piece -> signal that the producer waits for before it
+    complete: int
+    # The producer.
+    issued: int = 0  # pieces sent for, and their chunks
+    issued_chunks: int = 0
+    landed: int = 0  # pieces that have left the window
+    landed_chunks: int = 0
+    freed: int = 0  # pieces whose slots are known to be free from a time on
+    freed_chunks: int = 0
+    issue_time: float = 0.0
+    landing_time: float = 0.0
+    free_time: float = 0.0
+    is_blocked: bool = False  # by a slot of which it is not known yet when it will be free
+    # The consumers.
+    at: int = 0  # task at hand, its run, the piece of that
+    run: int = 0
+    within: int = 0
+    has_begun: bool = False  # the run at hand
+    start: float = 0.0  # of the task at hand
+    begin: float = 0.0
+    waiting: int = NONE  # for this signal
+    warps: list[float] = field(default_factory=lambda: [0.0] * CONSUMER_WARPS)  # free from then on
+
+    @staticmethod
+    def of(number: int, tasks: list[SimTask]) -> _Sm:
+        """An SM that has not begun."""
+        times, sizes, chunks = TaskTimes(), list[int](), list[int]()
+        gates: dict[int, int] = {}
+        for task in tasks:
+            times.first_piece.append(len(sizes))
+            if task.gate != NONE:
+                gates[len(sizes)] = task.gate
+            for run in task.runs:
+                for piece in run.pieces:
+                    sizes.append(piece.bytes)
+                    chunks.append(piece.chunks)
+        times.first_piece.append(len(sizes))
+        return _Sm(number, tasks, times, Stream(sizes, chunks), gates, times.first_piece[1])
+
+
+class _Simulation:
+    """The events of one step."""
+
+    def __init__(self, plan: Plan, tasks: StepTasks, waits: bool) -> None:
+        self.plan, self.tasks, self.waits = plan, tasks, waits
+        self.sms = [_Sm.of(sm, program) for sm, program in enumerate(tasks.programs)]
+        self.measured = measured = plan.target.measured
+        rows = len(tasks.lengths)
+        self.slots, self.window = ring_slots(plan, rows), window_chunks(plan)
+        # Seconds a byte in a consumer warp, by whether it is attention.
+        self.rates = (1 / measured.warp_bytes_per_second, 1 / measured.attention_bytes_per_second)
+        self.left = list(tasks.writers)
+        self.seen = [UNKNOWN if waits else 0.0] * len(tasks.signals)
+        self.written = [0.0] * len(tasks.signals)
+        self.last_writer = [(NONE, NONE)] * len(tasks.signals)
+        self.waiters: list[list[_Sm]] = [[] for _ in tasks.signals]
+        self.gated: list[list[_Sm]] = [[] for _ in tasks.signals]
+        routing = measured.routing_seconds * -(-rows // min(rows, ROUTING_WARPS))
+        self.delay = [
+            measured.hand_off_seconds + (routing if signal.set == "router_logits" else 0.0)
+            for signal in tasks.signals
+        ]
+        self.requests: list[tuple[float, int]] = []  # heap of (time, SM): the next of each SM
+        self.awake = list(self.sms)  # SMs whose consumers may go on
+
+    def run(self) -> SimulatedStep:
+        """Serves requests to memory in order until none is left."""
+        target = self.plan.target
+        latency = self.measured.latency_seconds
+        shared = 1.0 / (target.hbm_bytes_per_second * self.measured.stream_share)
+        alone = 1.0 / self.measured.sm_bytes_per_second
+        memory_free = 0.0
+        for sm in self.sms:
+            self._request(sm)
+        self._run_awake()
+        while self.requests:
+            now, number = heapq.heappop(self.requests)
+            sm = self.sms[number]
+            stream, piece = sm.stream, sm.issued
+            size = stream.bytes[piece]
+            memory_free = (now if now > memory_free else memory_free) + size * shared
+            landing, alone_landing = memory_free + latency, sm.landing_time + size * alone
+            sm.landing_time = landing = landing if landing > alone_landing else alone_landing
+            stream.issued.append(now)
+            stream.landed.append(landing)
+            sm.issued_chunks += stream.chunks[piece]
+            sm.issued = piece = piece + 1
+            self._request(sm)
+            if piece >= sm.complete or sm.is_blocked:
+                self.awake.append(sm)
+                self._run_awake()
+        return self._result()
+
+    def _request(self, sm: _Sm) -> None:
+        """Works out when the producer sends for its next piece, as soon as that is known."""
+        chunks, piece = sm.stream.chunks, sm.issued
+        sm.is_blocked = False
+        if piece == len(chunks):
+            return
+        end = sm.issued_chunks + chunks[piece]
+        time = sm.issue_time
+        if sm.landed_chunks < end - self.window:
+            landed = sm.landed
+            while sm.landed_chunks < end - self.window:
+                sm.landed_chunks += chunks[landed]
+                landed += 1
+            sm.landed = landed
+            sm.issue_time = time = max(time, sm.stream.landed[landed - 1])
+        if sm.freed_chunks < end - self.slots:
+            used = sm.stream.used
+            while sm.freed_chunks < end - self.slots:
+                if sm.freed == len(used):
+                    sm.is_blocked = True
+                    return
+                sm.free_time = max(sm.free_time, used[sm.freed])
+                sm.freed_chunks += chunks[sm.freed]
+                sm.freed += 1
+        if sm.free_time > time:
+            time = sm.free_time
+            sm.stream.holds[piece] = sm.freed - 1
+        gate = sm.gates.get(piece)
+        if gate is not None:
+            seen = self.seen[gate]
+            if seen == UNKNOWN:
+                self.gated[gate].append(sm)
+                return
+            if seen > time:
+                time = seen
+                sm.stream.holds[piece] = NONE
+        sm.issue_time = time
+        heapq.heappush(self.requests, (time, sm.number))
+
+    def _run_awake(self) -> None:
+        """Lets consumers go on that have something new, and all that they wake."""
+        while self.awake:
+            sm = self.awake.pop()
+            tasks = sm.tasks
+            while sm.at < len(tasks) and sm.waiting == NONE:
+                task = tasks[sm.at]
+                if not self._work(sm, task):
+                    break
+                sm.at += 1
+                sm.run = 0
+                sm.complete = sm.times.first_piece[min(sm.at + 1, len(tasks))]
+            if sm.is_blocked:
+                self._request(sm)
+
+    def _work(self, sm: _Sm, task: SimTask) -> bool:
+        """Goes on with a task; False if something that it needs is not known yet."""
+        behaviour = BEHAVIOUR[task.entry.kind]
+        warps, rate = sm.warps, self.rates[behaviour.attends]
+        taking_part: Sequence[int] = ALL
+        while sm.run < len(task.runs):
+            run = task.runs[sm.run]
+            taking_part = run.warps if len(task.runs) == 1 else ALL
+            if not sm.has_begun and not self._begin(sm, run):
+                return False
+            if run.pieces and not self._use(sm, run.pieces, rate):
+                return False
+            sm.run, sm.within, sm.has_begun = sm.run + 1, 0, False
+        end = max(warps[warp] for warp in taking_part)
+        if behaviour.collects:
+            end += self.measured.join_seconds
+            warps[task.warp] = end
+        self._finish(sm, task, end)
+        return True
+
+    def _begin(self, sm: _Sm, run: Run) -> bool:
+        """Gathers the inputs of a run; False if its packets' time is not known yet."""
+        warps = sm.warps
+        start = min(warps[warp] for warp in run.warps)
+        if run.signal != NONE or run.gathers:
+            seen = 0.0 if run.signal == NONE else self.seen[run.signal]
+            if seen == UNKNOWN:
+                sm.waiting = run.signal
+                self.waiters[run.signal].append(sm)
+                return False
+            load = self.measured.load_seconds
+            gather, seen = run.gathers * load, seen + max(0, run.gathers - 1) * load
+            for warp in run.warps:
+                warps[warp] = max(warps[warp] + gather, seen)
+        if sm.run == 0:
+            sm.start, sm.begin = start, min(warps[warp] for warp in run.warps)
+        sm.has_begun = True
+        return True
+
+    def _use(self, sm: _Sm, pieces: Sequence[Piece], rate: float) -> bool:
+        """Uses the pieces of a run as they land; False if one is not on its way yet."""
+        stream, warps = sm.stream, sm.warps
+        landed, used = stream.landed, stream.used
+        for number in range(sm.within, len(pieces)):
+            if len(used) == len(landed):
+                sm.within = number
+                return False
+            _, chunks, first, count, each = pieces[number]
+            here, cost = landed[len(used)], each * rate
+            if chunks > count:
+                here += cost * (count / chunks - 1.0)  # earlier chunks were there earlier
+            last = 0.0
+            for warp in range(first, first + count):
+                clock = warps[warp]
+                warps[warp] = clock = (clock if clock > here else here) + cost
+                if clock > last:
+                    last = clock
+            used.append(last)
+        return True
+
+    def _finish(self, sm: _Sm, task: SimTask, end: float) -> None:
+        """Notes the times of a finished task and tells those who wait for what it wrote."""
+        times = sm.times
+        first, behind = times.first_piece[sm.at], times.first_piece[sm.at + 1]
+        if not task.runs:
+            sm.start = sm.begin = end
+        times.start.append(sm.start)
+        times.begin.append(sm.begin)
+        times.ready.append(max(sm.begin, sm.stream.landed[first]) if behind > first else sm.begin)
+        times.end.append(end)
+        signal = task.writes
+        if signal == NONE:
+            return
+        if end >= self.written[signal]:
+            self.written[signal] = end
+            self.last_writer[signal] = (sm.number, sm.at)
+        self.left[signal] -= 1
+        if self.left[signal] or not self.waits:
+            return
+        self.seen[signal] = self.written[signal] + self.delay[signal]
+        for waiter in self.waiters[signal]:
+            waiter.waiting = NONE
+            self.awake.append(waiter)
+        for gated in self.gated[signal]:
+            self._request(gated)
+
+    def _result(self) -> SimulatedStep:
+        """The finished step. Raises VerifyError MKC304 if a program did not end."""
+        for sm in self.sms:
+            if sm.at < len(sm.tasks):
+                task = sm.tasks[sm.at]
+                what = "packets" if sm.waiting != NONE else "a chunk"
+                reason = f"waits for {what} that never come"
+                raise VerifyError("MKC304", reason, sm.number, task.entry_index, task.entry)
+        end = max(max(sm.times.end, default=0.0) for sm in self.sms)
+        return SimulatedStep(
+            plan=self.plan,
+            tasks=self.tasks,
+            times=[sm.times for sm in self.sms],
+            streams=[sm.stream for sm in self.sms],
+            seen=self.seen,
+            last_writer=self.last_writer,
+            seconds=end + self.measured.launch_seconds,
+            bytes=sum(sum(sm.stream.bytes) for sm in self.sms),
+        )
