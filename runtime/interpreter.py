@@ -19,6 +19,7 @@ from torch import Tensor
 from mkc.compiler.plan import Plan
 from mkc.compiler.program import Entry, EntryKind
 from mkc.compiler.tile import FRAGMENT_EDGE, MERGE_DIMS
+from mkc.runtime.executor import IDLE_ROW
 from mkc.runtime.numerics import PackedWeights
 from mkc.runtime.packets import (
     DeadlockError,
@@ -60,6 +61,8 @@ ITEM_WIDTHS = {
 class Interpreter:
     """Runs steps of one plan over a packed arena and a state, both on the CPU.
 
+    What it leaves beside the state is an `Executor`'s: `emitted`, `layer_outputs`, router logits.
+
     The epoch of what belongs to layer l in step s is s * (layers + 2) + l, steps counting from 1;
     candidates count as layer `layers` + 1.
 
@@ -82,6 +85,7 @@ class Interpreter:
         self.state = state
         self.order = order
         self.steps = 0
+        self.emitted = torch.full((state.max_rows,), IDLE_ROW, dtype=torch.int32)
         self.layer_outputs: Tensor | None = None
         self._trace: Floats | None = None
         if trace:
@@ -118,9 +122,27 @@ class Interpreter:
         )
         with np.errstate(over="ignore"):
             self._run({sm: tasks.program(sm) for sm in range(len(self.plan.programs))})
-        if not tasks.is_closed:
+        if tasks.emitted is None:
             site = Site(0, len(self.plan.programs[0]), Entry(EntryKind.END))
             raise ProgramError(site, "the program ended without a SAMPLE entry to close the step")
+        self.emitted[:rows] = torch.tensor(tasks.emitted, dtype=torch.int32)
+
+    def router_logits(self, rows: int) -> Tensor:
+        """Float32 [layers, rows, experts] of the last step, NaN for dense layers, from packets."""
+        values = torch.from_numpy(self._stores["router_logits"].values)
+        layers, max_rows = values.shape[:2]
+        logits = values.reshape(layers, max_rows, -1)[:, :rows].clone()
+        for layer, tiling in enumerate(self.plan.tiling.layers):
+            if not tiling.routed:
+                logits[layer] = torch.nan
+        experts = max((t.matrices for t in self.plan.tiling.layers if t.routed), default=0)
+        return logits[..., :experts]
+
+    def check_fault(self) -> None:
+        """Does nothing: a step has ended when `step` returns, and what is wrong is raised there."""
+
+    def check_guards(self) -> None:
+        """Does nothing: packets are arrays here, and numpy checks every index."""
 
     def _run(self, programs: dict[int, Iterator[Wait | None]]) -> None:
         """Runs all programs to their ends, in turns by the policy."""

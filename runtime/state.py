@@ -28,6 +28,11 @@ NO_BLOCK = -1
 NAN_BYTE = 0xFF  # a bf16 of two such bytes is NaN
 
 
+def row_blocks(group: KvGroup, pages: int) -> int:
+    """Blocks that a row of so many pages needs at once."""
+    return pages if group.window is None else min(pages, -(-group.window // PAGE_TOKENS) + 1)
+
+
 class StepState:
     """Rows, logits and KV pages of one batch, tensors on one device.
 
@@ -62,7 +67,7 @@ class StepState:
         self.eos_tokens = torch.tensor(plan.spec.eos_tokens, dtype=torch.int32, device=device)
         self.logits = torch.zeros(rows, plan.spec.vocab_size, device=device)
         if blocks is None:
-            blocks = [rows * self._row_blocks(group, self.max_pages) for group in groups]
+            blocks = [rows * row_blocks(group, self.max_pages) for group in groups]
         fill = NAN_BYTE if poison else 0
         self.pools = [
             torch.full((count, group.block_bytes), fill, dtype=torch.uint8, device=device)
@@ -90,7 +95,7 @@ class StepState:
             raise ValueError(f"{tokens_capacity} tokens need {pages} of {self.max_pages} pages")
         self.release_row(row)
         for index, group in enumerate(self.plan.layout.kv_groups):
-            count, free = self._row_blocks(group, pages), self._free[index]
+            count, free = row_blocks(group, pages), self._free[index]
             if count > len(free):
                 raise ValueError(f"row {row} needs {count} blocks of group {index}: {len(free)}")
             taken = torch.tensor(free[:count], dtype=torch.int32, device=self.device)
@@ -188,10 +193,6 @@ class StepState:
                 for _ in range(2)
             )
             self.load_kv(row, layer, keys, values, start)
-
-    def _row_blocks(self, group: KvGroup, pages: int) -> int:
-        """Blocks that a row of so many pages needs at once."""
-        return pages if group.window is None else min(pages, -(-group.window // PAGE_TOKENS) + 1)
 
     def _pool(self, group: int) -> Tensor:
         """View of a pool: [blocks, layers of the group, kv_heads, K and V, page_bytes]."""

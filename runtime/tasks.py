@@ -28,6 +28,7 @@ from mkc.compiler.rules import (
 )
 from mkc.compiler.spec import ExpertFfn
 from mkc.compiler.tile import FRAGMENT_EDGE, MERGE_DIMS, PAGE_TOKENS
+from mkc.runtime.executor import IDLE_ROW, NOT_A_TOKEN
 from mkc.runtime.numerics import (
     PackedWeights,
     Routing,
@@ -40,7 +41,7 @@ from mkc.runtime.packets import Floats, Index, PacketStore, Site, Wait
 from mkc.runtime.packing import unpack_k_pages, unpack_v_pages
 from mkc.runtime.state import StepState
 
-NO_TOKEN = 2**31 - 1  # the candidate of an SM without a tile of the head
+NO_TOKEN = 2**31 - 1  # the candidate of an SM without a numeric logit
 
 Task = Generator[Wait, None, None]
 Fetch = Generator[Wait, None, npt.NDArray[Any]]
@@ -74,7 +75,8 @@ class StepTasks:
     """All tasks of one step. Pure functions of what is read are computed once for all SMs.
 
     epoch_base: the epoch of layer 0. rows: rows of the step, idle ones included. trace
-    [layers, rows, hidden], if given, receives the residual after each layer.
+    [layers, rows, hidden], if given, receives the residual after each layer. `emitted` is each
+    row's token (see `Executor`) once the step is closed, None before.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class StepTasks:
         self.positions = state.live_positions()[:rows]
         self.tokens = state.tokens.tolist()[:rows]
         self.live = np.array([r for r, p in enumerate(self.positions) if p is not None], np.int64)
-        self.is_closed = False
+        self.emitted: list[int] | None = None
         self._cos, self._sin = rope_angles(plan.spec, [p or 0 for p in self.positions])
         self._inputs: dict[int, tuple[Floats, Floats]] = {}
         self._routings: dict[int, Routing] = {}
@@ -335,9 +337,9 @@ class StepTasks:
             y = products(self.weights.tile("head", -1, tile), x)[:, : stop - start]
             y = np.float32(self.plan.spec.logit_scale) * (rstd * y)
             logits[: self.rows, start:stop] = y
-            place = y.argmax(axis=1)
-            value = y[np.arange(self.rows), place]
-            ids = np.where(value > best, start + place, ids)
+            value = np.where(np.isnan(y), -np.inf, y).max(axis=1)
+            tokens = np.where(y == value[:, None], np.arange(start, stop), NO_TOKEN).min(axis=1)
+            ids = np.where(value > best, tokens, np.where(value == best, np.minimum(tokens, ids), ids))
             best = np.maximum(value, best)
         memory.best = (best, ids)
         yield from ()
@@ -354,16 +356,21 @@ class StepTasks:
             self._close(found[..., 0], found[..., 1].astype(np.int64))
 
     def _close(self, values: npt.NDArray[Any], ids: npt.NDArray[np.int64]) -> None:
-        """Next token, position and stop test of all live rows, from [rows, sms] candidates."""
+        """Next token, position and stop test of all live rows, from [rows, sms] candidates.
+
+        A row without a numeric logit ends.
+        """
         state = self.state
-        eos_tokens = set(state.eos_tokens.tolist())
+        stop_tokens = {NOT_A_TOKEN, *state.eos_tokens.tolist()}
+        self.emitted = [IDLE_ROW] * self.rows
         for row in self.live.tolist():
-            token = int(ids[row][values[row] == values[row].max()].min(initial=NO_TOKEN))
-            state.tokens[row] = token
+            best = int(ids[row][values[row] == values[row].max()].min())
+            token = NOT_A_TOKEN if best == NO_TOKEN else best
+            self.emitted[row] = token
+            state.tokens[row] = max(token, 0)
             state.positions[row] += 1
-            if token in eos_tokens or state.positions[row] >= state.limits[row]:
+            if token in stop_tokens or state.positions[row] >= state.limits[row]:
                 state.active[row] = 0
-        self.is_closed = True
 
 
 _TASKS: dict[EntryKind, Callable[[StepTasks, SmMemory, Site], Task]] = {
