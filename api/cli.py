@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import typer
 
-from mkc.api.commands import compile, doctor, inspect, models, version
+from mkc.api.commands import compile, doctor, explain, inspect, models, version
 from mkc.compiler.errors import MkcError
 
 BAD_INPUT = 2
@@ -29,6 +29,7 @@ app = typer.Typer(
 )
 app.command("compile")(compile.compile_model)
 app.command("inspect")(inspect.inspect_artifact)
+app.command("explain")(explain.explain_artifact)
 app.command("models")(models.list_models)
 app.command("import")(models.import_config)
 app.command("doctor")(doctor.run_doctor)

@@ -92,7 +92,7 @@ class Slacks:
 
     def readers(self, signal: int) -> list[tuple[int, int]]:
         """(SM, place) of all tasks that wait for a signal."""
-        return [(sm, place) for sm, place, _ in self._readers[signal]]
+        return list(dict.fromkeys((sm, place) for sm, place, _ in self._readers[signal]))
 
     def of_task(self, sm: int, place: int) -> float:
         """Seconds that a task could end later without holding up a reader of what it wrote or, of a
