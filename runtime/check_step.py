@@ -1,0 +1,527 @@
+"""One step of an executor against both references, layer by layer, over the same K and V.
+
+The step starts from random K and V, so contexts of any length cost no prefill. Its references run
+afterwards, one layer at a time over one copy of that layer's weights, in two ways:
+
+    alone     each layer on the executor's own output of the layer before it: this layer's error
+    chained   each reference on its own outputs: how errors grow with depth; left out where large
+              keys at edges make attention hang on single tokens, and errors on chance
+
+Both follow the experts that the executor's router logits chose, since behind another choice no
+number can be compared; the choices are judged by themselves.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mkc.compiler.plan import Plan
+from mkc.compiler.rules import first_token
+from mkc.compiler.spec import ModelSpec
+from mkc.compiler.tile import PAGE_TOKENS
+from mkc.runtime.check_measure import (
+    Choices,
+    Deviation,
+    compare_experts,
+    compare_tokens,
+    deviation,
+    join_choices,
+    near_tie,
+    rank,
+)
+from mkc.runtime.executor import IDLE_ROW, NOT_A_TOKEN, Executor
+from mkc.runtime.packing import unpack_k_pages, unpack_v_pages
+from mkc.runtime.reference import KvCache, Reference, StepResult, choose_experts
+from mkc.runtime.reference import StepState as ReferenceStep
+from mkc.runtime.state import NAN_BYTE, StepState
+from mkc.runtime.weights import SCORE_STD, ModelWeights
+
+IDLE_TOKEN = 3  # what idle rows hold and must keep
+
+
+@dataclass(frozen=True, slots=True)
+class StepCase:
+    """Rows of one step: the tokens that each sees, the fed one included; None is an idle row.
+
+    edges: keys at the edges of pages and window are drawn larger, so that attention hangs on every
+    one of them: a token too many or too few changes all that follows. Without it one key of
+    thousands weighs too little to be missed.
+    """
+
+    lengths: tuple[int | None, ...]
+    edges: bool = False
+
+    @property
+    def live(self) -> list[int]:
+        """Rows that take part."""
+        return [row for row, length in enumerate(self.lengths) if length is not None]
+
+    def __str__(self) -> str:
+        lengths = ", ".join("idle" if n is None else str(n) for n in self.lengths)
+        return f"[{lengths}]{' with large keys at edges' if self.edges else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCheck:
+    """One layer: its output alone, chained over all rows, the stored K and V, the choice of experts
+    (None in dense layers)."""
+
+    layer: int
+    alone: Deviation
+    chained: Deviation | None
+    keys: Deviation
+    values: Deviation
+    experts: Choices | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepCheck:
+    """One compared step. router: over all router logits, its `row` the worst layer, None without
+    any. faults: exact demands that were not met, in words."""
+
+    case: StepCase
+    layers: tuple[LayerCheck, ...]
+    router: Deviation | None
+    logits: Deviation
+    logits_chained: Deviation | None
+    tokens: Choices
+    faults: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything is as it should be."""
+        return not self.problems()
+
+    @property
+    def deviations(self) -> list[tuple[str, Deviation]]:
+        """All measured deviations by name."""
+        named: list[tuple[str, Deviation | None]] = [
+            ("logits", self.logits),
+            ("logits, chained", self.logits_chained),
+        ]
+        if self.router is not None:
+            named.append(("router logits of all layers", self.router))
+        for layer in self.layers:
+            named.append((f"layer {layer.layer}", layer.alone))
+            named.append((f"layer {layer.layer}, chained", layer.chained))
+            named.append((f"layer {layer.layer}, stored K", layer.keys))
+            named.append((f"layer {layer.layer}, stored V", layer.values))
+        return [(name, found) for name, found in named if found is not None]
+
+    @property
+    def experts(self) -> Choices | None:
+        """The choices of experts of all layers together; None if no layer has any."""
+        parts = [layer.experts for layer in self.layers if layer.experts is not None]
+        return join_choices(parts) if parts else None
+
+    def worst(self) -> tuple[str, Deviation]:
+        """The deviation with the largest RMS ratio."""
+        return max(self.deviations, key=lambda named: rank(named[1].rms_ratio))
+
+    def problems(self) -> list[str]:
+        """What fails, in words, the worst first."""
+        words = list(self.faults)
+        for layer in self.layers:
+            if layer.experts is not None and not layer.experts.ok:
+                words.append(
+                    f"layer {layer.layer}: {layer.experts.wrong} of {layer.experts.made} sets of "
+                    f"experts differ beyond near ties, row {layer.experts.row} by "
+                    f"{layer.experts.worst:.3g} with a noise of {layer.experts.noise:.3g}"
+                )
+        if not self.tokens.ok:
+            words.append(
+                f"row {self.tokens.row}: the token loses by {self.tokens.worst:.3g} in float32 "
+                f"with a noise of {self.tokens.noise:.3g}"
+            )
+        failed = [named for named in self.deviations if not named[1].ok]
+        failed.sort(key=lambda named: -rank(named[1].rms_ratio))
+        for name, d in failed:
+            words.append(
+                f"{name}, row {d.row}: an RMS error of {d.rms:.3g}, "
+                f"{d.rms_ratio:.3g} times the bfloat16 reference's {d.bf16_rms:.3g}"
+            )
+        return words
+
+
+def check_step(
+    executor: Executor,
+    weights: ModelWeights,
+    case: StepCase,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda what: None,
+) -> StepCheck:
+    """Runs one step of `case` and compares it; the state is left as it was before the step.
+
+    executor: with a trace, over the same `weights`, which lie on its state's device. Page memory
+    that holds no token is NaN, as are logits before the step. Raises what the executor raises.
+    """
+    state = executor.state
+    start_case(state, case, seed)
+    before = _Before.of(state, case)
+    state.logits.fill_(math.nan)
+    progress("step")
+    executor.step(len(case.lengths))
+    executor.check_fault()
+    executor.check_guards()
+    found = _Found.of(executor, case)
+    faults = [*_closing_faults(executor, case, before, found), *before.restore(state, case)]
+    return _compare(state, weights, case, found, faults, progress)
+
+
+def start_case(state: StepState, case: StepCase, seed: int, room: int = 1) -> None:
+    """Fills the rows of a case: random K, V and tokens; NaN wherever no token lies.
+
+    room: tokens that each row may be fed. The last live row stops after so many steps, the others
+    go on. Raises ValueError where the state has no room.
+    """
+    rng = random.Random(seed)
+    for row in range(state.max_rows):
+        state.release_row(row)
+    for pool in state.pools:
+        pool.fill_(NAN_BYTE)
+    for row in range(state.max_rows):
+        length = case.lengths[row] if row < len(case.lengths) else None
+        if length is None:
+            state.tokens[row] = IDLE_TOKEN
+            continue
+        state.allocate_row(row, length - 1 + room)
+        state.fill_random_kv(row, length - 1, seed)
+        if case.edges:
+            _enlarge_edges(state, row, length - 1, seed)
+        token = rng.randrange(state.plan.spec.vocab_size)
+        is_last = row == case.live[-1]
+        state.start_row(row, token, length - 1, length - 1 + room + (not is_last))
+
+
+def edge_tokens(position: int, window: int | None) -> list[int]:
+    """Tokens before `position` that lie at an edge of the window or of its first and last page,
+    the youngest outside of the window first among them."""
+    first = first_token(position, window)
+    first_page, last_page = (
+        first // PAGE_TOKENS * PAGE_TOKENS,
+        position // PAGE_TOKENS * PAGE_TOKENS,
+    )
+    near = {first - 1, first, first + 1, position - 1, position - 2}
+    near |= {first_page + PAGE_TOKENS - 1, first_page + PAGE_TOKENS, last_page - 1, last_page}
+    return sorted(token for token in near if first_page <= token < position)
+
+
+def _enlarge_edges(state: StepState, row: int, position: int, seed: int) -> None:
+    """Draws the K of all edge tokens anew, as large as it takes to stand out from the others."""
+    spec = state.plan.spec
+    generator = torch.Generator(state.device)
+    for layer, layer_spec in enumerate(spec.layers):
+        generator.manual_seed((seed * 4096 + row) * 4096 + layer + 1)
+        seen = position - first_token(position, layer_spec.window) + 1
+        # The other scores add up to exp(log(seen) + SCORE_STD^2 / 2), as normal scores do.
+        size = (math.log(seen) + SCORE_STD**2 / 2) / SCORE_STD
+        for token in edge_tokens(position, layer_spec.window):
+            shape = (1, spec.attention.kv_heads, spec.attention.head_dim)
+            key, value = (
+                torch.empty(shape, device=state.device).normal_(generator=generator)
+                for _ in range(2)
+            )
+            state.load_kv(row, layer, (size * key).bfloat16(), value.bfloat16(), token)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Found:
+    """What a step left, for its live rows.
+
+    logits [n, vocab]; outputs [layers, n, hidden]; router [layers, n, experts], its logits;
+    emitted [n]; keys and values [layers, n, kv_heads * head_dim], as they were stored.
+    """
+
+    logits: Tensor
+    outputs: Tensor
+    router: Tensor
+    emitted: Tensor
+    keys: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, executor: Executor, case: StepCase) -> _Found:
+        if executor.layer_outputs is None:
+            raise ValueError("the executor keeps no layer outputs: it needs trace=True")
+        live = torch.tensor(case.live, device=executor.state.device)
+        keys, values = _new_tokens(executor.state, case)
+        return cls(
+            logits=executor.state.logits[live].clone(),
+            outputs=executor.layer_outputs[:, live].clone(),
+            router=executor.router_logits(len(case.lengths))[:, live].clone(),
+            emitted=executor.emitted[live].long(),
+            keys=keys.flatten(2),
+            values=values.flatten(2),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Before:
+    """What a step may change, as it was, and a sum over each block of the pools."""
+
+    tokens: Tensor
+    positions: Tensor
+    active: Tensor
+    keys: Tensor
+    values: Tensor
+    sums: list[Tensor]
+
+    @classmethod
+    def of(cls, state: StepState, case: StepCase) -> _Before:
+        keys, values = _new_tokens(state, case)
+        fields = (state.tokens.clone(), state.positions.clone(), state.active.clone())
+        return cls(*fields, keys, values, _block_sums(state))
+
+    def restore(self, state: StepState, case: StepCase) -> list[str]:
+        """Puts the state back; says if the step wrote more of the pages than its tokens."""
+        layers, head_dim = len(state.plan.spec.layers), state.plan.spec.attention.head_dim
+        for place, row in enumerate(case.live):
+            position = int(self.positions[row])
+            for layer in range(layers):
+                for head in range(state.plan.spec.attention.kv_heads):
+                    key, value = (x[layer, place, head] for x in (self.keys, self.values))
+                    state.store_token(
+                        layer, row, head, position, key.view(head_dim), value.view(head_dim)
+                    )
+        state.tokens.copy_(self.tokens)
+        state.positions.copy_(self.positions)
+        state.active.copy_(self.active)
+        return [
+            f"KV group {group}: {int((a != b).sum())} blocks changed beyond the new tokens"
+            for group, (a, b) in enumerate(zip(self.sums, _block_sums(state), strict=True))
+            if not torch.equal(a, b)
+        ]
+
+
+def _block_sums(state: StepState) -> list[Tensor]:
+    """Per KV group int64 [blocks], equal before and after unless a block changed."""
+    return [pool.view(torch.int64).sum(dim=1) for pool in state.pools]
+
+
+def _new_tokens(state: StepState, case: StepCase) -> tuple[Tensor, Tensor]:
+    """K and V, bf16 [layers, live rows, kv_heads, head_dim], in the place of each fed token."""
+    attention, layers = state.plan.spec.attention, len(state.plan.spec.layers)
+    keys, values = [], []
+    for row in case.live:
+        length = case.lengths[row]
+        assert length is not None
+        page, slot = divmod(length - 1, PAGE_TOKENS)
+        pages = [
+            state.pages(layer, row, head, page)
+            for layer in range(layers)
+            for head in range(attention.kv_heads)
+        ]
+        k_pages, v_pages = (torch.stack(part) for part in zip(*pages, strict=True))
+        shape = (layers, attention.kv_heads, attention.head_dim)
+        keys.append(unpack_k_pages(k_pages, attention.head_dim)[:, slot].reshape(shape))
+        values.append(unpack_v_pages(v_pages, attention.head_dim)[:, slot].reshape(shape))
+    return torch.stack(keys, dim=1), torch.stack(values, dim=1)
+
+
+def _closing_faults(
+    executor: Executor, case: StepCase, before: _Before, found: _Found
+) -> list[str]:
+    """Whether tokens, positions and the stop test follow from the executor's own logits."""
+    state, faults = executor.state, []
+    stop_tokens = {NOT_A_TOKEN, *state.eos_tokens.tolist()}
+    numbers = found.logits.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    for place, row in enumerate(case.live):
+        token = int(numbers[place].argmax())
+        if bool(found.logits[place].isnan().any()):
+            count = int(found.logits[place].isnan().sum())
+            faults.append(f"row {row}: {count} logits are not a number, or were never written")
+            token = NOT_A_TOKEN if count == len(found.logits[place]) else token
+        if int(found.emitted[place]) != token:
+            faults.append(
+                f"row {row}: token {int(found.emitted[place])}, its largest logit is {token}'s"
+            )
+        position = int(before.positions[row]) + 1
+        active = int(token not in stop_tokens and position < int(state.limits[row]))
+        wanted = (max(token, 0), position, active)
+        got = tuple(int(x[row]) for x in (state.tokens, state.positions, state.active))
+        if got != wanted:
+            faults.append(f"row {row}: token, position and activity are {got}, not {wanted}")
+    for row in set(range(len(case.lengths))) - set(case.live):
+        kept = (int(before.tokens[row]), int(before.positions[row]), 0, IDLE_ROW)
+        now = (state.tokens, state.positions, state.active, executor.emitted)
+        if tuple(int(x[row]) for x in now) != kept:
+            faults.append(f"row {row} is idle but did not stay as it was")
+    return faults
+
+
+class _LayerCache(KvCache):
+    """A row's K and V before the step, held for one layer at a time."""
+
+    def __init__(self, spec: ModelSpec, length: int, device: torch.device) -> None:
+        super().__init__(spec, torch.bfloat16, device)
+        self._lengths = [length for _ in spec.layers]
+        self._empty = self._given[0]
+
+    def hold(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Gives layer `layer` its old tokens."""
+        self._given[layer] = (keys, values)
+
+    def new_token(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V [kv_heads * head_dim], float32, that the step appended; the old ones go."""
+        self._given[layer] = self._empty
+        ((keys, values),) = self._appended[layer]
+        return keys.float().flatten(), values.float().flatten()
+
+
+class _Pass:
+    """One reference on its way through the layers."""
+
+    def __init__(self, reference: Reference, state: StepState, case: StepCase) -> None:
+        self.reference = reference
+        positions = state.positions.tolist()
+        live = torch.tensor(case.live, device=state.device)
+        self.caches = [
+            _LayerCache(reference.spec, positions[row], reference.device) for row in case.live
+        ]
+        self.step: ReferenceStep = reference.begin(state.tokens[live].long(), self.caches)
+
+    def feed(self, x: Tensor) -> None:
+        """Replaces the input of the next layer, [rows, hidden]."""
+        self.step.x = x.to(self.reference.dtype)
+
+    def finish(self) -> StepResult:
+        """What the pass computed."""
+        weights = self.reference.weights
+        return self.reference.finish(weights.final_norm(), weights.head(), self.step)
+
+    def new_tokens(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V [rows, kv_heads * head_dim] of the fed tokens."""
+        pairs = [cache.new_token(layer) for cache in self.caches]
+        return torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])
+
+
+def _compare(
+    state: StepState,
+    weights: ModelWeights,
+    case: StepCase,
+    found: _Found,
+    faults: list[str],
+    progress: Callable[[str], None],
+) -> StepCheck:
+    """Runs the references over the state, which is as before the step, and judges what it left."""
+    spec, rows = state.plan.spec, case.live
+    references = [
+        Reference(spec, weights, dtype, state.device) for dtype in (torch.float32, torch.bfloat16)
+    ]
+    alone = [_Pass(reference, state, case) for reference in references]
+    chained = [] if case.edges else [_Pass(reference, state, case) for reference in references]
+    experts, layers = [], []
+    for index in range(len(spec.layers)):
+        progress(f"layer {index}")
+        for place, row in enumerate(rows):
+            keys, values = state.read_kv(row, index)
+            for one in (*alone, *chained):
+                one.caches[place].hold(index, keys, values)
+            del keys, values
+        experts.append(chosen_experts(state.plan, index, found.router[index]))
+        if index:
+            for one in alone:
+                one.feed(found.outputs[index - 1])
+        layer = weights.layer(index)
+        for one in (*alone, *chained):
+            one.reference.run_layer(index, layer, one.step, experts[index])
+        layers.append(_compare_layer(index, rows, found, alone, chained))
+    progress("head")
+    for one in alone:
+        one.feed(found.outputs[-1])
+    exact, bf16 = (one.finish() for one in alone)
+    router, choices = _compare_routing(state.plan, rows, found, exact, bf16, experts)
+    logits_chained = [one.finish().logits for one in chained]
+    return StepCheck(
+        case=case,
+        layers=tuple(
+            replace(layer, experts=choice) for layer, choice in zip(layers, choices, strict=True)
+        ),
+        router=router,
+        logits=deviation(found.logits, bf16.logits, exact.logits, rows),
+        logits_chained=_pooled(found.logits, logits_chained, rows),
+        tokens=compare_tokens(found.emitted, exact.logits, bf16.logits, rows),
+        faults=tuple(faults),
+    )
+
+
+def chosen_experts(plan: Plan, layer: int, router_logits: Tensor) -> Tensor | None:
+    """The experts [rows, k], ascending, that router logits [rows, experts] choose; None: dense."""
+    tiling = plan.tiling.layers[layer]
+    if not tiling.routed:
+        return None
+    return choose_experts(router_logits[:, : tiling.matrices], tiling.slots)
+
+
+def _compare_layer(
+    index: int, rows: list[int], found: _Found, alone: list[_Pass], chained: list[_Pass]
+) -> LayerCheck:
+    (keys, values), (bf16_keys, bf16_values) = (one.new_tokens(index) for one in alone)
+    for one in chained:
+        one.new_tokens(index)
+    exact, bf16 = (one.step.layer_outputs[index] for one in alone)
+    return LayerCheck(
+        layer=index,
+        alone=deviation(found.outputs[index], bf16, exact, rows),
+        chained=_pooled(
+            found.outputs[index], [one.step.layer_outputs[index] for one in chained], rows
+        ),
+        keys=deviation(found.keys[index], bf16_keys, keys, rows),
+        values=deviation(found.values[index], bf16_values, values, rows),
+        experts=None,
+    )
+
+
+def _pooled(values: Tensor, chained: list[Tensor], rows: list[int]) -> Deviation | None:
+    """The deviation over all rows from float32's and bfloat16's chain, if there are chains."""
+    if not chained:
+        return None
+    exact, bf16 = chained
+    return deviation(values, bf16, exact, rows, pooled=True)
+
+
+def _compare_routing(
+    plan: Plan,
+    rows: list[int],
+    found: _Found,
+    exact: StepResult,
+    bf16: StepResult,
+    experts: list[Tensor | None],
+) -> tuple[Deviation | None, list[Choices | None]]:
+    """Router logits of all layers, each on the executor's own input, and each layer's choices.
+
+    Single rows have too few router logits to measure by; the noise is that of the whole step too.
+    """
+    tilings = plan.tiling.layers
+    routed = [index for index, ids in enumerate(experts) if ids is not None]
+    if not routed:
+        return None, [None for _ in experts]
+    found_logits, bf16_logits, exact_logits = (
+        torch.stack(
+            [
+                F.pad(x[i, :, : tilings[i].matrices], (0, x.shape[2] - tilings[i].matrices))
+                for i in routed
+            ]
+        )
+        for x in (found.router, bf16.router_logits, exact.router_logits)
+    )
+    router = deviation(
+        found_logits.flatten(1),
+        bf16_logits.flatten(1),
+        exact_logits.flatten(1),
+        routed,
+        pooled=True,
+    )
+    noise = float(near_tie(bf16_logits.flatten(), exact_logits.flatten()))
+    choices = [
+        None if ids is None else compare_experts(ids, logits[:, : tiling.matrices], noise, rows)
+        for ids, logits, tiling in zip(experts, exact.router_logits, tilings, strict=True)
+    ]
+    return router, choices
