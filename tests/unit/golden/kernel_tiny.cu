@@ -100,22 +100,22 @@ __constant__ float kInverseFrequencies[kHeadTiles * 8] = {
 // ==== decode_step.cuh =================================================================================
 // ==== entry points: one for each row capacity ===================================================
 
-static_assert(sizeof(mkc::SharedMemory<1, 11>) == 221456, "shared memory differs from the plan");
+static_assert(sizeof(mkc::SharedMemory<1, ##>) == ######, "shared memory differs from the plan");
 extern "C" __global__ void __launch_bounds__(mkc::kThreads, 1) decode_step_1(const __grid_constant__ mkc::Step step) {
-  mkc::decode_step<1, 11>(step);
+  mkc::decode_step<1, ##>(step);
 }
 
-static_assert(sizeof(mkc::SharedMemory<2, 11>) == 222768, "shared memory differs from the plan");
+static_assert(sizeof(mkc::SharedMemory<2, ##>) == ######, "shared memory differs from the plan");
 extern "C" __global__ void __launch_bounds__(mkc::kThreads, 1) decode_step_2(const __grid_constant__ mkc::Step step) {
-  mkc::decode_step<2, 11>(step);
+  mkc::decode_step<2, ##>(step);
 }
 
-static_assert(sizeof(mkc::SharedMemory<4, 11>) == 225376, "shared memory differs from the plan");
+static_assert(sizeof(mkc::SharedMemory<4, ##>) == ######, "shared memory differs from the plan");
 extern "C" __global__ void __launch_bounds__(mkc::kThreads, 1) decode_step_4(const __grid_constant__ mkc::Step step) {
-  mkc::decode_step<4, 11>(step);
+  mkc::decode_step<4, ##>(step);
 }
 
-static_assert(sizeof(mkc::SharedMemory<8, 10>) == 226480, "shared memory differs from the plan");
+static_assert(sizeof(mkc::SharedMemory<8, ##>) == ######, "shared memory differs from the plan");
 extern "C" __global__ void __launch_bounds__(mkc::kThreads, 1) decode_step_8(const __grid_constant__ mkc::Step step) {
-  mkc::decode_step<8, 10>(step);
+  mkc::decode_step<8, ##>(step);
 }
