@@ -61,6 +61,7 @@ CODES: dict[str, str] = {
     "MKC604": "the kernel gave up a wait that ran past its limit",
     "MKC605": "the kernel wrote outside of its packets",
     "MKC606": "the CUDA driver refused a call",
+    "MKC607": "the oracle of a check is missing or cannot express the model",
     "MKC611": "the interpreted programs deadlock",
     "MKC612": "an interpreted task reads a packet that does not hold its epoch",
     "MKC613": "an interpreted task writes a packet a second time",

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 MAX_RATIO = 1.5
 """Largest RMS error of an executor, as a multiple of the bfloat16 reference's."""
 
-NEAR_TIE = 4 * math.sqrt(2)
+NEAR_TIE = 3 * math.sqrt(2)
 """A choice between two logits is a near tie where they differ by less than this many RMS errors of
-the bfloat16 reference: four standard deviations of the difference of two such errors."""
+the bfloat16 reference: three standard deviations of the difference of two such errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,11 @@ class Deviation:
     def max_ratio(self) -> float:
         """Executor's largest error over the bfloat16 reference's."""
         return _ratio(self.max, self.bf16_max)
+
+    @property
+    def rank(self) -> float:
+        """Orders deviations by their RMS ratio, what is not a number above all."""
+        return rank(self.rms_ratio)
 
     @property
     def ok(self) -> bool:
@@ -122,7 +128,36 @@ def compare_experts(
     best_left = exact.masked_fill(chosen, -math.inf).amax(-1)
     worst_taken = exact.masked_fill(~chosen, math.inf).amin(-1)
     against = (best_left - worst_taken).clamp_min(0)
-    return _choices(margin.expand(len(experts)), against, against > 0, noise, rows)
+    return _choices(margin.expand(len(experts)), against, ~(against <= 0), noise, rows)
+
+
+def compare_routing(
+    values: dict[int, Tensor],
+    bf16_values: dict[int, Tensor],
+    exact: dict[int, Tensor],
+    experts: dict[int, Tensor],
+    rows: Sequence[int],
+    noise_by_layer: bool,
+) -> tuple[Deviation | None, dict[int, Choices]]:
+    """Router logits [n, experts of the layer] and chosen `experts` [n, k] of every routed layer.
+
+    The deviation is that of all layers together, since a layer of few experts and rows has too few
+    values to measure by; its `row` is the worst layer. None without a routed layer. noise_by_layer:
+    whether a layer's near ties are judged by that layer's noise or by that of all together.
+    """
+    if not values:
+        return None, {}
+    width = max(logits.numel() for logits in exact.values())
+    flat = [
+        torch.stack([F.pad(logits.flatten(), (0, width - logits.numel())) for logits in x.values()])
+        for x in (values, bf16_values, exact)
+    ]
+    choices = {}
+    for layer, ids in experts.items():
+        pair = [x[layer].flatten() for x in (bf16_values, exact)] if noise_by_layer else flat[1:]
+        noise = float(near_tie(*(x.flatten() for x in pair)))
+        choices[layer] = compare_experts(ids, exact[layer], noise, rows)
+    return deviation(*flat, list(exact), pooled=True), choices
 
 
 def compare_tokens(

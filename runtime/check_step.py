@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from mkc.compiler.plan import Plan
 from mkc.compiler.rules import first_token
@@ -29,12 +28,10 @@ from mkc.compiler.tile import PAGE_TOKENS
 from mkc.runtime.check_measure import (
     Choices,
     Deviation,
-    compare_experts,
+    compare_routing,
     compare_tokens,
     deviation,
     join_choices,
-    near_tie,
-    rank,
 )
 from mkc.runtime.executor import IDLE_ROW, NOT_A_TOKEN, Executor
 from mkc.runtime.packing import unpack_k_pages, unpack_v_pages
@@ -123,7 +120,7 @@ class StepCheck:
 
     def worst(self) -> tuple[str, Deviation]:
         """The deviation with the largest RMS ratio."""
-        return max(self.deviations, key=lambda named: rank(named[1].rms_ratio))
+        return max(self.deviations, key=lambda named: named[1].rank)
 
     def problems(self) -> list[str]:
         """What fails, in words, the worst first."""
@@ -141,7 +138,7 @@ class StepCheck:
                 f"with a noise of {self.tokens.noise:.3g}"
             )
         failed = [named for named in self.deviations if not named[1].ok]
-        failed.sort(key=lambda named: -rank(named[1].rms_ratio))
+        failed.sort(key=lambda named: -named[1].rank)
         for name, d in failed:
             words.append(
                 f"{name}, row {d.row}: an RMS error of {d.rms:.3g}, "
@@ -437,13 +434,20 @@ def _compare(
     for one in alone:
         one.feed(found.outputs[-1])
     exact, bf16 = (one.finish() for one in alone)
-    router, choices = _compare_routing(state.plan, rows, found, exact, bf16, experts)
+    ids = {index: chosen for index, chosen in enumerate(experts) if chosen is not None}
+    router, choices = compare_routing(
+        *(
+            {index: logits[index, :, : state.plan.tiling.layers[index].matrices] for index in ids}
+            for logits in (found.router, bf16.router_logits, exact.router_logits)
+        ),
+        ids,
+        rows,
+        noise_by_layer=False,
+    )
     logits_chained = [one.finish().logits for one in chained]
     return StepCheck(
         case=case,
-        layers=tuple(
-            replace(layer, experts=choice) for layer, choice in zip(layers, choices, strict=True)
-        ),
+        layers=tuple(replace(layer, experts=choices.get(layer.layer)) for layer in layers),
         router=router,
         logits=deviation(found.logits, bf16.logits, exact.logits, rows),
         logits_chained=_pooled(found.logits, logits_chained, rows),
@@ -485,43 +489,3 @@ def _pooled(values: Tensor, chained: list[Tensor], rows: list[int]) -> Deviation
         return None
     exact, bf16 = chained
     return deviation(values, bf16, exact, rows, pooled=True)
-
-
-def _compare_routing(
-    plan: Plan,
-    rows: list[int],
-    found: _Found,
-    exact: StepResult,
-    bf16: StepResult,
-    experts: list[Tensor | None],
-) -> tuple[Deviation | None, list[Choices | None]]:
-    """Router logits of all layers, each on the executor's own input, and each layer's choices.
-
-    Single rows have too few router logits to measure by; the noise is that of the whole step too.
-    """
-    tilings = plan.tiling.layers
-    routed = [index for index, ids in enumerate(experts) if ids is not None]
-    if not routed:
-        return None, [None for _ in experts]
-    found_logits, bf16_logits, exact_logits = (
-        torch.stack(
-            [
-                F.pad(x[i, :, : tilings[i].matrices], (0, x.shape[2] - tilings[i].matrices))
-                for i in routed
-            ]
-        )
-        for x in (found.router, bf16.router_logits, exact.router_logits)
-    )
-    router = deviation(
-        found_logits.flatten(1),
-        bf16_logits.flatten(1),
-        exact_logits.flatten(1),
-        routed,
-        pooled=True,
-    )
-    noise = float(near_tie(bf16_logits.flatten(), exact_logits.flatten()))
-    choices = [
-        None if ids is None else compare_experts(ids, logits[:, : tiling.matrices], noise, rows)
-        for ids, logits, tiling in zip(experts, exact.router_logits, tilings, strict=True)
-    ]
-    return router, choices

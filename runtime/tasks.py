@@ -339,7 +339,8 @@ class StepTasks:
             logits[: self.rows, start:stop] = y
             value = np.where(np.isnan(y), -np.inf, y).max(axis=1)
             tokens = np.where(y == value[:, None], np.arange(start, stop), NO_TOKEN).min(axis=1)
-            ids = np.where(value > best, tokens, np.where(value == best, np.minimum(tokens, ids), ids))
+            ids = np.where(value == best, np.minimum(tokens, ids), ids)
+            ids = np.where(value > best, tokens, ids)
             best = np.maximum(value, best)
         memory.best = (best, ids)
         yield from ()

@@ -118,11 +118,21 @@ class RandomWeights:
     norms lie around one; scores, router logits and logits have the spreads named above. CPU and
     CUDA generators differ, so the same seed gives other values on the other. Only the embedding
     (and an untied head) is kept between calls.
+
+    logit_std: spread of the logits, and of what a token's embedding is multiplied by. The smaller
+    it is, the less a tied head answers a token with itself.
     """
 
-    def __init__(self, spec: ModelSpec, seed: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        seed: int,
+        device: torch.device | str = "cpu",
+        logit_std: float = LOGIT_STD,
+    ) -> None:
         self.spec = spec
         self.seed = seed
+        self.logit_std = logit_std
         self.device = torch.device(device)
         self._kept: dict[str, Tensor] = {}
 
@@ -166,7 +176,7 @@ class RandomWeights:
     def _vocabulary(self, name: str) -> Tensor:
         if name not in self._kept:
             shape = (self.spec.vocab_size, self.spec.hidden_size)
-            self._kept[name] = self._matrix(name, shape, LOGIT_STD)
+            self._kept[name] = self._matrix(name, shape, self.logit_std)
         return self._kept[name]
 
     def _norm(self, name: str) -> Tensor:
