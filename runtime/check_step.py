@@ -162,13 +162,11 @@ def check_step(
     state = executor.state
     start_case(state, case, seed)
     before = _Before.of(state, case)
-    state.logits.fill_(math.nan)
     progress("step")
-    executor.step(len(case.lengths))
-    executor.check_fault()
-    executor.check_guards()
-    found = _Found.of(executor, case)
-    faults = [*_closing_faults(executor, case, before, found), *before.restore(state, case)]
+    found = _run(executor, case)
+    faults = _closing_faults(executor, case, before, found)
+    faults += _stopping_faults(executor, case, before, found)
+    faults += before.restore(state, case)
     return _compare(state, weights, case, found, faults, progress)
 
 
@@ -320,6 +318,33 @@ def _new_tokens(state: StepState, case: StepCase) -> tuple[Tensor, Tensor]:
         keys.append(unpack_k_pages(k_pages, attention.head_dim)[:, slot].reshape(shape))
         values.append(unpack_v_pages(v_pages, attention.head_dim)[:, slot].reshape(shape))
     return torch.stack(keys, dim=1), torch.stack(values, dim=1)
+
+
+def _run(executor: Executor, case: StepCase) -> _Found:
+    executor.state.logits.fill_(math.nan)
+    executor.step(len(case.lengths))
+    executor.check_fault()
+    executor.check_guards()
+    return _Found.of(executor, case)
+
+
+def _stopping_faults(
+    executor: Executor, case: StepCase, before: _Before, found: _Found
+) -> list[str]:
+    """Runs the step again with what its first row emits among several stop tokens: the row has to
+    stop, and nothing else to change."""
+    state, stop_tokens = executor.state, executor.state.eos_tokens
+    token = int(found.emitted[0])
+    state.eos_tokens = torch.tensor([0, token, 1], dtype=torch.int32, device=state.device)
+    before.restore(state, case)
+    try:
+        again = _run(executor, case)
+        faults = _closing_faults(executor, case, before, again)
+    finally:
+        state.eos_tokens = stop_tokens
+    if not torch.equal(found.logits.view(torch.int32), again.logits.view(torch.int32)):
+        faults.append("the same step gave other logits when it ran again")
+    return faults
 
 
 def _closing_faults(
