@@ -6,7 +6,8 @@
     layout.json    the address of every weight, packet, page and shared word
     kernel.cu      the rendered CUDA
     kernel.cubin   what the GPU loads
-    kernel.ptx, ops.dot   if asked for
+    report.html    all of this for people: charts of a predicted step, resources, proofs
+    kernel.ptx, ops.dot, trace.json.gz   if asked for
 
 Same inputs, same bytes, the cubin and its hash aside; nothing holds a date or an absolute path.
 `load_artifact` trusts nothing that does not match its hash.
@@ -38,8 +39,15 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 FORMAT_NAME = "mkc artifact"
 MANIFEST = "manifest.json"
-REQUIRED_FILES = ("ops.json", "plan.json", "layout.json", "kernel.cu", "kernel.cubin")
-EXTRAS = {"ptx": "kernel.ptx", "dot": "ops.dot"}
+REQUIRED_FILES = (
+    "ops.json",
+    "plan.json",
+    "layout.json",
+    "kernel.cu",
+    "kernel.cubin",
+    "report.html",
+)
+EXTRAS = {"ptx": "kernel.ptx", "dot": "ops.dot", "trace": "trace.json.gz"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,13 +181,21 @@ def _is_replaceable(folder: Path) -> bool:
 
 
 def _files(compiled: Compiled, extras: Collection[str]) -> dict[str, bytes]:
+    from mkc.compiler.report import render_report
+    from mkc.compiler.report_data import ReportInputs
+
     files = {
         "ops.json": artifact_json.dump_ops(compiled.graph).encode(),
         "plan.json": artifact_json.dump_plan(compiled.plan).encode(),
         "layout.json": artifact_json.dump_layout(compiled.plan.layout).encode(),
         "kernel.cu": compiled.cuda.encode(),
         "kernel.cubin": compiled.assembly.cubin,
+        "report.html": render_report(ReportInputs.of_compiled(compiled)).encode(),
     }
+    if "trace" in extras:
+        from mkc.compiler.trace import dump_trace
+
+        files[EXTRAS["trace"]] = dump_trace(compiled.prediction.step, name=compiled.plan.spec.name)
     if "ptx" in extras:
         files[EXTRAS["ptx"]] = compiled.assembly.ptx.encode()
     if "dot" in extras:

@@ -24,6 +24,7 @@ from mkc.compiler.simulate_waits import Slacks, Spent, time_spent
 SHOWN = 5
 """Rows of a list that would otherwise be long."""
 WITHOUT_LAYER = (EntryKind.EMBED, EntryKind.HEAD, EntryKind.SAMPLE)
+SEVERAL_TASKS = (EntryKind.ATTENTION, EntryKind.FFN_UP, EntryKind.HEAD)
 _TASK = re.compile(r"(?:layer(?P<layer>\d+)\.)?(?P<kind>[a-z_]+):(?P<tile>\d+)")
 _PACKET = re.compile(r"(?P<set>[a-z_]+)\[(?P<item>\d+(?:, ?\d+)*)\]|(?P<number>\d+)")
 
@@ -34,7 +35,7 @@ class Table:
 
     title: str
     headers: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
     left: tuple[int, ...] = (0,)
 
 
@@ -111,7 +112,7 @@ class Explainer:
         chunks = sum(piece.chunks for piece in pieces)
         size = sum(piece.bytes for piece in pieces)
         tasks = f" in {len(places)} tasks" if len(places) > 1 else ""
-        return f"{kilobytes(size)}, {chunks} chunks{tasks}"
+        return f"{kilobytes(size)}, {chunks} chunk{'s' * (chunks > 1)}{tasks}"
 
     def _waits(self, sm: int, places: Sequence[int]) -> list[tuple[str, str]]:
         signals = dict.fromkeys(
@@ -422,11 +423,11 @@ def find_item(plan: Plan, name: str) -> tuple[PacketSet, tuple[int, ...]]:
         number = int(match["number"])
         for packets in sets:
             if packets.base <= number < packets.base + packets.size:
-                flat, item = (number - packets.base) // packets.packets, []
+                flat, place = (number - packets.base) // packets.packets, list[int]()
                 for extent in reversed(packets.shape):
-                    flat, n = divmod(flat, extent)
-                    item.append(n)
-                return packets, tuple(reversed(item))
+                    flat, at = divmod(flat, extent)
+                    place.insert(0, at)
+                return packets, tuple(place)
         raise UnknownName(f"there are {plan.layout.packet_count} packets", "from 0 on")
     hint = f"sets are {', '.join(packets.name for packets in sets)}"
     for packets in sets:
@@ -447,7 +448,8 @@ def _how(plan: Plan, entry: Entry) -> str:
     if entry.kind in (EntryKind.EMBED, EntryKind.MERGE):
         return f"one warp alone, from warp {entry.warp} on"
     if behaviour.collects:
-        return f"all consumer warps share it; warp {entry.warp} adds up, of the next task the next"
+        more = ", the next warp for the next task" if entry.kind in SEVERAL_TASKS else ""
+        return f"all consumer warps share it; warp {entry.warp} adds up their sums{more}"
     return "all consumer warps share it"
 
 

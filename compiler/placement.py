@@ -18,7 +18,7 @@ BY_BYTES = (EntryKind.ROUTER, EntryKind.QKV, EntryKind.FFN_UP, EntryKind.HEAD)
 """Kinds whose tiles or ranks are given out by bytes streamed."""
 
 _RULES = {
-    EntryKind.EMBED: "residual tile {tile} has an owner, SM {tile} modulo {sms}, where its sum stays",
+    EntryKind.EMBED: "residual tile {tile} has an owner, SM {tile} mod {sms}, where its sum stays",
     EntryKind.STAGE: "every SM brings each layer's whole input to its shared memory",
     EntryKind.ROUTER: "router tiles go first, to the SMs that have streamed least",
     EntryKind.QKV: "to the SM that has streamed least, among those below the op's limit of tiles",

@@ -20,7 +20,7 @@ from mkc.compiler.traffic import floor_seconds, step_bytes
 BATCHES = (1, 2, 4, 8)
 CONTEXTS = (1024, 8192, 32768)
 REFERENCE_CONTEXT = 8192
-OCCURRENCES = 3
+OCCURRENCES = 2
 """Layers of a kind that are simulated before others of that kind are left out."""
 PIECE_BYTES = 32768
 

@@ -27,6 +27,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
+
 from mkc.compiler.place import CONSUMER_WARPS
 from mkc.compiler.plan import Plan
 from mkc.compiler.proof import VerifyError
@@ -53,9 +55,10 @@ UNKNOWN = -1.0
 class TaskTimes:
     """Of each task of an SM, in order; seconds from the first request.
 
-    start: its warp was free (the first of them, where all share it); begin: it had a warp and its
-    packets; ready: its first chunk had landed as well; end: its results were stored. first_piece:
-    number of its first piece in the SM's stream (one item more than there are tasks).
+    start: its warp was free (the first of them, where all share it); begin: its inputs had been
+    gathered; ready: its first chunk had landed too, or, of a task without chunks, its packets had
+    been seen; end: its results were stored. first_piece: number of its first piece in the SM's
+    stream (one item more than there are tasks).
     """
 
     start: list[float] = field(default_factory=list)
@@ -69,8 +72,8 @@ class TaskTimes:
 class Stream:
     """Of each piece that an SM streamed: when it was sent for, landed, and had been used.
 
-    holds: pieces that had to wait for something else than the pieces before them, and what for: the
-    piece whose slot they took, or NONE for the routing.
+    holds: pieces that had to wait for something else than landings, and what for: the piece up to
+    which all had to be used, or NONE for the routing.
     """
 
     bytes: list[int]
@@ -188,16 +191,13 @@ class _Sm:
     stream: Stream
     gates: dict[int, int]  # piece -> signal that the producer waits for before it
     complete: int
-    # The producer.
-    issued: int = 0  # pieces sent for, and their chunks
-    issued_chunks: int = 0
-    landed: int = 0  # pieces that have left the window
-    landed_chunks: int = 0
-    freed: int = 0  # pieces whose slots are known to be free from a time on
-    freed_chunks: int = 0
+    # The producer. A piece is sent for once one before it has landed and another has been used.
+    after_landed: list[int]
+    after_used: list[int]
+    issued: int = 0  # pieces sent for
     issue_time: float = 0.0
     landing_time: float = 0.0
-    free_time: float = 0.0
+    free: list[float] = field(default_factory=list)  # when all pieces up to each had been used
     is_blocked: bool = False  # by a slot of which it is not known yet when it will be free
     # The consumers.
     at: int = 0  # task at hand, its run, the piece of that
@@ -206,11 +206,12 @@ class _Sm:
     has_begun: bool = False  # the run at hand
     start: float = 0.0  # of the task at hand
     begin: float = 0.0
+    seen: float = 0.0
     waiting: int = NONE  # for this signal
     warps: list[float] = field(default_factory=lambda: [0.0] * CONSUMER_WARPS)  # free from then on
 
     @staticmethod
-    def of(number: int, tasks: list[SimTask]) -> _Sm:
+    def of(number: int, tasks: list[SimTask], window: int, slots: int) -> _Sm:
         """An SM that has not begun."""
         times, sizes, chunks = TaskTimes(), list[int](), list[int]()
         gates: dict[int, int] = {}
@@ -223,7 +224,25 @@ class _Sm:
                     sizes.append(piece.bytes)
                     chunks.append(piece.chunks)
         times.first_piece.append(len(sizes))
-        return _Sm(number, tasks, times, Stream(sizes, chunks), gates, times.first_piece[1])
+        return _Sm(
+            number,
+            tasks,
+            times,
+            Stream(sizes, chunks),
+            gates,
+            times.first_piece[1],
+            pieces_before(chunks, window),
+            pieces_before(chunks, slots),
+        )
+
+
+def pieces_before(chunks: Sequence[int], room: int) -> list[int]:
+    """Of pieces with so many chunks: the last that must be gone, for each to have its chunks among
+    `room` chunks; NONE if all fit."""
+    until = np.cumsum(np.asarray(chunks, dtype=np.int64))
+    gone = until - room
+    before: list[int] = np.where(gone > 0, np.searchsorted(until, gone), NONE).tolist()
+    return before
 
 
 class _Simulation:
@@ -231,10 +250,10 @@ class _Simulation:
 
     def __init__(self, plan: Plan, tasks: StepTasks, waits: bool) -> None:
         self.plan, self.tasks, self.waits = plan, tasks, waits
-        self.sms = [_Sm.of(sm, program) for sm, program in enumerate(tasks.programs)]
-        self.measured = measured = plan.target.measured
         rows = len(tasks.lengths)
-        self.slots, self.window = ring_slots(plan, rows), window_chunks(plan)
+        room = window_chunks(plan), ring_slots(plan, rows)
+        self.sms = [_Sm.of(sm, program, *room) for sm, program in enumerate(tasks.programs)]
+        self.measured = measured = plan.target.measured
         # Seconds a byte in a consumer warp, by whether it is attention.
         self.rates = (1 / measured.warp_bytes_per_second, 1 / measured.attention_bytes_per_second)
         self.left = list(tasks.writers)
@@ -271,7 +290,6 @@ class _Simulation:
             sm.landing_time = landing = landing if landing > alone_landing else alone_landing
             stream.issued.append(now)
             stream.landed.append(landing)
-            sm.issued_chunks += stream.chunks[piece]
             sm.issued = piece = piece + 1
             self._request(sm)
             if piece >= sm.complete or sm.is_blocked:
@@ -281,31 +299,20 @@ class _Simulation:
 
     def _request(self, sm: _Sm) -> None:
         """Works out when the producer sends for its next piece, as soon as that is known."""
-        chunks, piece = sm.stream.chunks, sm.issued
+        piece, time = sm.issued, sm.issue_time
         sm.is_blocked = False
-        if piece == len(chunks):
+        if piece == len(sm.after_used):
             return
-        end = sm.issued_chunks + chunks[piece]
-        time = sm.issue_time
-        if sm.landed_chunks < end - self.window:
-            landed = sm.landed
-            while sm.landed_chunks < end - self.window:
-                sm.landed_chunks += chunks[landed]
-                landed += 1
-            sm.landed = landed
-            sm.issue_time = time = max(time, sm.stream.landed[landed - 1])
-        if sm.freed_chunks < end - self.slots:
-            used = sm.stream.used
-            while sm.freed_chunks < end - self.slots:
-                if sm.freed == len(used):
-                    sm.is_blocked = True
-                    return
-                sm.free_time = max(sm.free_time, used[sm.freed])
-                sm.freed_chunks += chunks[sm.freed]
-                sm.freed += 1
-        if sm.free_time > time:
-            time = sm.free_time
-            sm.stream.holds[piece] = sm.freed - 1
+        landed, used = sm.after_landed[piece], sm.after_used[piece]
+        if landed != NONE and sm.stream.landed[landed] > time:
+            time = sm.stream.landed[landed]
+        if used != NONE:
+            if used >= len(sm.free):
+                sm.is_blocked = True
+                return
+            if sm.free[used] > time:
+                time = sm.free[used]
+                sm.stream.holds[piece] = used
         gate = sm.gates.get(piece)
         if gate is not None:
             seen = self.seen[gate]
@@ -357,18 +364,19 @@ class _Simulation:
         """Gathers the inputs of a run; False if its packets' time is not known yet."""
         warps = sm.warps
         start = min(warps[warp] for warp in run.warps)
+        seen = 0.0 if run.signal == NONE else self.seen[run.signal]
         if run.signal != NONE or run.gathers:
-            seen = 0.0 if run.signal == NONE else self.seen[run.signal]
             if seen == UNKNOWN:
                 sm.waiting = run.signal
                 self.waiters[run.signal].append(sm)
                 return False
             load = self.measured.load_seconds
-            gather, seen = run.gathers * load, seen + max(0, run.gathers - 1) * load
+            gather, gathered = run.gathers * load, seen + max(0, run.gathers - 1) * load
             for warp in run.warps:
-                warps[warp] = max(warps[warp] + gather, seen)
+                warps[warp] = max(warps[warp] + gather, gathered)
         if sm.run == 0:
             sm.start, sm.begin = start, min(warps[warp] for warp in run.warps)
+            sm.seen = max(start, seen)
         sm.has_begun = True
         return True
 
@@ -391,6 +399,7 @@ class _Simulation:
                 if clock > last:
                     last = clock
             used.append(last)
+            sm.free.append(max(last, sm.free[-1]) if sm.free else last)
         return True
 
     def _finish(self, sm: _Sm, task: SimTask, end: float) -> None:
@@ -398,10 +407,10 @@ class _Simulation:
         times = sm.times
         first, behind = times.first_piece[sm.at], times.first_piece[sm.at + 1]
         if not task.runs:
-            sm.start = sm.begin = end
+            sm.start = sm.begin = sm.seen = end
         times.start.append(sm.start)
         times.begin.append(sm.begin)
-        times.ready.append(max(sm.begin, sm.stream.landed[first]) if behind > first else sm.begin)
+        times.ready.append(max(sm.begin, sm.stream.landed[first]) if behind > first else sm.seen)
         times.end.append(end)
         signal = task.writes
         if signal == NONE:

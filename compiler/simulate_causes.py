@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-import numpy as np
-
-from mkc.compiler.simulate import SimulatedStep, window_chunks
+from mkc.compiler.simulate import SimulatedStep, pieces_before, window_chunks
 from mkc.compiler.simulate_tasks import BEHAVIOUR, NONE, Run, SimTask
 
 
@@ -57,7 +55,7 @@ class Causes:
         self.step = step
         self.measured = step.plan.target.measured
         self.window = window_chunks(step.plan)
-        self._chunks_until = [np.cumsum(stream.chunks) for stream in step.streams]
+        self._after_landed = [pieces_before(stream.chunks, self.window) for stream in step.streams]
         self._rates = (
             1 / self.measured.warp_bytes_per_second,
             1 / self.measured.attention_bytes_per_second,
@@ -154,9 +152,8 @@ class Causes:
         """A piece is sent for after the pieces before it, into a free slot, its expert known."""
         stream = self.step.streams[sm]
         time = stream.issued[piece]
-        wanted = self._chunks_until[sm][piece] - self.window
-        in_window = int(np.searchsorted(self._chunks_until[sm], wanted))
-        landed = stream.landed[in_window] if wanted > 0 else 0.0
+        in_window = self._after_landed[sm][piece]
+        landed = 0.0 if in_window == NONE else stream.landed[in_window]
         before = stream.issued[piece - 1] if piece else 0.0
         held_by = stream.holds.get(piece)
         if held_by is not None:
@@ -164,10 +161,12 @@ class Causes:
             if held_by == NONE:
                 gate = self.step.tasks.programs[sm][self.task_of_piece(sm, piece)].gate
                 return Cause(Moment(SEEN, NONE, gate), slack)
+            while stream.used[held_by] < time - EPSILON:
+                held_by -= 1
             return Cause(Moment(USED, sm, held_by), slack)
         if piece and before >= landed:
             return Cause(Moment(ISSUED, sm, piece - 1), 0.0)
-        return Cause(Moment(LANDED, sm, in_window) if wanted > 0 else None, 0.0)
+        return Cause(None if in_window == NONE else Moment(LANDED, sm, in_window), 0.0)
 
 
 def _find(task: SimTask, piece: int) -> tuple[Run, int]:

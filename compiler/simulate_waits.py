@@ -121,9 +121,9 @@ class Slacks:
         task, times = step.tasks.programs[sm][place], step.times[sm]
         run: Run = task.runs[number]
         measured = step.plan.target.measured
-        further = max(0, run.gathers - 1) * measured.load_seconds
         if not run.pieces:
-            return times.begin[place] - further
+            return times.start[place] + (measured.load_seconds if run.gathers else 0.0)
+        further = max(0, run.gathers - 1) * measured.load_seconds
         piece = times.first_piece[place] + sum(len(r.pieces) for r in task.runs[:number])
         attends = BEHAVIOUR[task.entry.kind].attends
         rate = measured.attention_bytes_per_second if attends else measured.warp_bytes_per_second

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from mkc.compiler.spec import ModelSpec
     from mkc.compiler.target import Target
 
-EMITTED = ("cu", "cubin", "ops", "plan")
-OPTIONAL = ("ptx", "dot")
+EMITTED = ("cu", "cubin", "html", "ops", "plan")
+OPTIONAL = ("ptx", "dot", "trace")
 
 
 def _print_passes(wanted: bool) -> None:
@@ -69,10 +69,10 @@ def compile_model(
     emit: Annotated[
         str,
         typer.Option(
-            help="Files to write beside manifest and layout, out of cu, cubin, ops, plan (always "
-            "there), ptx and dot."
+            help="Files to write beside manifest and layout, out of cu, cubin, html, ops, plan "
+            "(always there), ptx, dot and trace."
         ),
-    ] = "cu,cubin,ops,plan",
+    ] = "cu,cubin,html,ops,plan",
     fail_on_spill: Annotated[
         bool, typer.Option("--fail-on-spill", help="End with 1 if a register is spilled.")
     ] = False,

@@ -12,6 +12,8 @@ from mkc.api.commands.common import JsonOption, print_json, print_lines, print_t
 
 if TYPE_CHECKING:
     from mkc.compiler.explain import Explainer, Explanation
+    from mkc.compiler.plan import Plan
+    from mkc.compiler.trace import MeasuredEvent
 
 
 class What(StrEnum):
@@ -65,18 +67,18 @@ def explain_artifact(
         takes = "takes no name" if what is What.STEP else "takes a name"
         raise typer.BadParameter(f"{what} {takes}", param_hint="NAME")
     loaded = load_artifact(artifact)
-    step = simulate_step(loaded.plan, _lengths(lengths, loaded.plan.spec.max_positions), seed)
+    step = simulate_step(loaded.plan, _lengths(lengths, loaded.plan), seed)
     explainer = Explainer(step)
     try:
         explanation = _explain(explainer, what, name or "")
     except UnknownName as error:
         raise typer.BadParameter(str(error), param_hint="NAME") from error
     _show(explanation, as_json)
-    events = ()
+    events: list[MeasuredEvent] = []
     if measured is not None:
         from mkc.compiler.trace import read_measured
 
-        events = tuple(read_measured(measured))
+        events = read_measured(measured)
     if report is not None:
         from mkc.compiler.report import render_report
         from mkc.compiler.report_data import ReportInputs
@@ -88,14 +90,13 @@ def explain_artifact(
         trace.write_bytes(dump_trace(step, events, loaded.plan.spec.name))
 
 
-def _lengths(text: str, longest: int) -> list[int]:
+def _lengths(text: str, plan: Plan) -> list[int]:
     """Row lengths; one that is longer than the model's longest sequence is cut to that."""
-    try:
-        return [min(int(part), longest) for part in text.split(",")]
-    except ValueError as error:
-        raise typer.BadParameter(
-            f"{text!r} is no list of numbers", param_hint="--lengths"
-        ) from error
+    rows, parts = plan.tiling.max_rows, text.split(",")
+    if len(parts) > rows or not all(part.strip().isdecimal() and int(part) for part in parts):
+        wanted = f"{text!r} is no list of 1 to {rows} lengths, such as 8192 or 500,90"
+        raise typer.BadParameter(wanted, param_hint="--lengths")
+    return [min(int(part), plan.spec.max_positions) for part in parts]
 
 
 def _explain(explainer: Explainer, what: What, name: str) -> Explanation:

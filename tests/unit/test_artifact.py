@@ -46,8 +46,8 @@ def test_the_plan_is_rebuilt_from_the_files(compiled: Compiled, tmp_path: Path) 
 
 
 def test_same_inputs_same_bytes(compiled: Compiled, tmp_path: Path) -> None:
-    write_artifact(compiled, tmp_path / "a", ["dot", "ptx"])
-    write_artifact(compiled, tmp_path / "elsewhere" / "b", ["ptx", "dot"])
+    write_artifact(compiled, tmp_path / "a", ["dot", "ptx", "trace"])
+    write_artifact(compiled, tmp_path / "elsewhere" / "b", ["trace", "ptx", "dot"])
     files = contents(tmp_path / "a")
     assert files == contents(tmp_path / "elsewhere" / "b")
     assert set(files) == {"manifest.json", *REQUIRED_FILES, *EXTRAS.values()}
