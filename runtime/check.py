@@ -16,9 +16,10 @@ import torch
 
 from mkc.compiler.plan import Plan
 from mkc.compiler.tile import PAGE_TOKENS
+from mkc.runtime.check_case import StepCase
 from mkc.runtime.check_repeat import RepeatCheck, check_repeats
 from mkc.runtime.check_sequence import SequenceCheck, check_sequences
-from mkc.runtime.check_step import StepCase, StepCheck, check_step
+from mkc.runtime.check_step import StepCheck, check_step
 from mkc.runtime.executor import Executor
 from mkc.runtime.oracle import Oracle
 from mkc.runtime.state import StepState, row_blocks

@@ -148,16 +148,17 @@ def compare_routing(
     if not values:
         return None, {}
     width = max(logits.numel() for logits in exact.values())
-    flat = [
+    ours, theirs, wanted = (
         torch.stack([F.pad(logits.flatten(), (0, width - logits.numel())) for logits in x.values()])
         for x in (values, bf16_values, exact)
-    ]
+    )
+    noise = float(near_tie(theirs.flatten(), wanted.flatten()))
     choices = {}
     for layer, ids in experts.items():
-        pair = [x[layer].flatten() for x in (bf16_values, exact)] if noise_by_layer else flat[1:]
-        noise = float(near_tie(*(x.flatten() for x in pair)))
+        if noise_by_layer:
+            noise = float(near_tie(bf16_values[layer].flatten(), exact[layer].flatten()))
         choices[layer] = compare_experts(ids, exact[layer], noise, rows)
-    return deviation(*flat, list(exact), pooled=True), choices
+    return deviation(ours, theirs, wanted, list(exact), pooled=True), choices
 
 
 def compare_tokens(

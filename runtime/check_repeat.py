@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mkc.runtime.check_step import StepCase, start_case
+from mkc.runtime.check_case import StepCase, start_case
 from mkc.runtime.executor import Executor
 
 

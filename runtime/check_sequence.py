@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mkc.runtime.check_case import largest_tokens
 from mkc.runtime.check_measure import (
     Choices,
     Deviation,
@@ -24,7 +25,7 @@ from mkc.runtime.check_measure import (
     join_choices,
 )
 from mkc.runtime.check_step import chosen_experts
-from mkc.runtime.executor import NOT_A_TOKEN, Executor
+from mkc.runtime.executor import Executor
 from mkc.runtime.oracle import Oracle, OracleRun, begin
 from mkc.runtime.reference import KvCache, Reference
 from mkc.runtime.state import NAN_BYTE, StepState
@@ -174,8 +175,7 @@ def _decode(executor: Executor, rows: int, steps: int, progress: Callable[[str],
     executor.check_fault()
     executor.check_guards()
     for step, (found, emitted) in enumerate(zip(logits, tokens, strict=True)):
-        numbers = found.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
-        largest = numbers.argmax(-1).where(~found.isnan().all(-1), NOT_A_TOKEN)
+        largest = largest_tokens(found)
         for row in (largest != emitted).nonzero()[:, 0].tolist():
             faults.append(
                 f"step {step}, row {row}: token {int(emitted[row])}, its largest logit is "
@@ -217,18 +217,15 @@ def _judge(
     )
     tilings = executor.plan.tiling.layers
     routed = [index for index, layer in enumerate(tilings) if layer.routed]
-    router, choices = compare_routing(
-        *(
-            {index: x[index, ..., : tilings[index].matrices].flatten(0, 1) for index in routed}
-            for x in (record.router.transpose(1, 2), bf16_router, exact_router)
-        ),
-        {
-            index: record.experts[index, ..., : tilings[index].slots].transpose(0, 1).flatten(0, 1)
-            for index in routed
-        },
-        labels,
-        noise_by_layer=True,
+    ours, theirs, wanted = (
+        {index: x[index, ..., : tilings[index].matrices].flatten(0, 1) for index in routed}
+        for x in (record.router.transpose(1, 2), bf16_router, exact_router)
     )
+    ids = {
+        index: record.experts[index, ..., : tilings[index].slots].transpose(0, 1).flatten(0, 1)
+        for index in routed
+    }
+    router, choices = compare_routing(ours, theirs, wanted, ids, labels, noise_by_layer=True)
     return SequenceCheck(
         oracle=oracle,
         lengths=tuple(lengths),

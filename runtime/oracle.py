@@ -134,7 +134,10 @@ class TransformersOracle:
     """
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
-        config = hf_config(spec)
+        config = hf_config(spec) | {
+            "attn_implementation": "eager",
+            "experts_implementation": "eager",
+        }
         try:
             import transformers
             from transformers import Cohere2MoeConfig, Cohere2MoeForCausalLM
@@ -151,9 +154,7 @@ class TransformersOracle:
         self._forced: Tensor | None = None
         self._routed: dict[int, tuple[Tensor, Tensor]] = {}
         for dtype in (torch.float32, torch.bfloat16):
-            settings = Cohere2MoeConfig(
-                **config, attn_implementation="eager", experts_implementation="eager"
-            )
+            settings = Cohere2MoeConfig(**config)
             # Made in `dtype`: a later `.to(bfloat16)` would also round the rotary frequencies.
             module: Any = Cohere2MoeForCausalLM
             model = module._from_config(settings, dtype=dtype).eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -336,13 +337,23 @@ def _show(job: Job, oracle: str, note: str, report: CheckReport) -> None:
     if report.steps:
         print_lines("", "single steps; RMS errors as multiples of the bfloat16 reference's")
         print_table(
-            ("", "tokens that rows see", "worst layer", "chained", "logits", "experts", "token"),
+            (
+                "",
+                "tokens that rows see",
+                "worst layer",
+                "chained",
+                "stored K, V",
+                "logits",
+                "experts",
+                "tokens",
+            ),
             [
                 (
                     _verdict(check.ok),
                     str(check.case),
                     _worst([(str(layer.layer), layer.alone) for layer in check.layers]),
                     _worst([(str(x.layer), x.chained) for x in check.layers if x.chained]),
+                    _worst([(str(x.layer), d) for x in check.layers for d in (x.keys, x.values)]),
                     f"{check.logits.rms_ratio:.2f}",
                     _choices(check.experts),
                     _choices(check.tokens),
@@ -404,7 +415,7 @@ def _choices(choices: Choices | None) -> str:
 def _as_json(job: Job, oracle: str, note: str, report: CheckReport) -> dict[str, Any]:
     from mkc.runtime.check_measure import MAX_RATIO, NEAR_TIE
 
-    return {
+    shown = {
         "ok": report.ok,
         "model": job.plan.spec.name,
         "target": job.plan.target.name,
@@ -418,6 +429,16 @@ def _as_json(job: Job, oracle: str, note: str, report: CheckReport) -> dict[str,
         "sequences": [asdict(check) | {"ok": check.ok} for check in report.sequences],
         "repeats": [asdict(check) | {"ok": check.ok} for check in report.repeats],
     }
+    return {key: _finite(value) for key, value in shown.items()}
+
+
+def _finite(value: Any) -> Any:
+    """The same with null in place of numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _raise_for(report: CheckReport) -> None:
