@@ -138,9 +138,10 @@ def check_step(
     progress("step")
     found = _run(executor, case)
     faults = closing_faults(state, case, before, found.logits, executor.emitted)
+    faults += before.restore(state, case)
     faults += _stopping_faults(executor, case, before, found)
     faults += before.restore(state, case)
-    return _compare(state, weights, case, found, faults, progress)
+    return _compare(state, weights, case, found, list(dict.fromkeys(faults)), progress)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -190,7 +191,6 @@ def _stopping_faults(
     state, stop_tokens = executor.state, executor.state.eos_tokens
     token = int(found.emitted[0])
     state.eos_tokens = torch.tensor([0, token, 1], dtype=torch.int32, device=state.device)
-    before.restore(state, case)
     try:
         again = _run(executor, case)
         faults = closing_faults(state, case, before, again.logits, executor.emitted)

@@ -149,9 +149,9 @@ def _cpu_job(
     gpu, options = load_target(target or "h200"), Options(max_batch=max_batch)
     tiling = tile(spec, gpu, options.max_batch, options.chunk_fragments)
     layout = place(spec, tiling, gpu, options.ring_slots, options.window_bytes)
+    _check_memory(spec, layout.arena_bytes)
     plan = Plan(spec, gpu, options, tiling, layout, schedule(tiling, gpu))
     verify(plan)
-    _check_memory(plan)
 
     from mkc.runtime.check import LOGIT_STD
     from mkc.runtime.interpreter import Interpreter
@@ -169,16 +169,16 @@ def _cpu_job(
     )
 
 
-def _check_memory(plan: Plan) -> None:
-    needed = BYTES_PER_WEIGHT_BYTE * plan.layout.arena_bytes
+def _check_memory(spec: ModelSpec, weight_bytes: int) -> None:
+    needed = BYTES_PER_WEIGHT_BYTE * weight_bytes
     present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > present:
         from mkc.runtime.megakernel import GpuError
 
         raise GpuError(
             "MKC602",
-            f"{plan.spec.name} has {size(plan.layout.arena_bytes)} of weights; comparing them on "
-            f"the CPU takes {size(needed)}, this machine has {size(present)}",
+            f"{spec.name} has {size(weight_bytes)} of weights; comparing them on the CPU takes "
+            f"{size(needed)}, this machine has {size(present)}",
             "use --gpu on a machine with one",
         )
 
