@@ -82,10 +82,12 @@ def check_model(
     cache_dir: CacheDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare a model's plan with references: random weights, every edge, each layer.
+    """Compare a model's results with references.
 
-    Without --gpu the plan's programs run in the interpreter. Errors are judged beside those of a
-    bfloat16 reference. Ends with 1 if a result is wrong.
+    The weights are random. Single steps over random K and V are compared layer by layer, at the
+    edges of pages and windows; greedy decoding with transformers. Without --gpu the plan's programs
+    run in the interpreter. Errors are judged beside those of a bfloat16 reference; ends with 1 if a
+    result is wrong.
     """
     counts = _row_counts(rows)
     if oracle not in ORACLES:

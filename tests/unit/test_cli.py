@@ -18,7 +18,7 @@ from mkc.api.cli import app, run
 from mkc.compiler.artifact import load_artifact
 from stand_in import SPILLING, stand_in
 
-VERBS = ("explain", "compile", "inspect", "models", "import", "doctor", "version")
+VERBS = ("explain", "compile", "check", "inspect", "models", "import", "doctor", "version")
 
 
 @pytest.fixture(autouse=True)
