@@ -79,7 +79,8 @@ def make_cases(
     runs: int = 3,
     sequence_rows: Sequence[int] | None = None,
 ) -> CheckCases:
-    """For each number of `rows` the contexts that lie at edges of pages and windows, in turn.
+    """For each number of `rows` the contexts that lie at edges of pages and windows, in turn, until
+    every context has occurred.
 
     longest: tokens of the longest context, at most those that the model has. sequence_rows: numbers
     of rows that decode (default: `rows`).
@@ -91,6 +92,8 @@ def make_cases(
         lengths = turn.take(count)
         steps += [StepCase(lengths), StepCase(lengths, edges=True)]
     most = max(rows)
+    while not turn.is_over:
+        steps.append(StepCase(turn.take(most)))
     if most > 2:
         gap = turn.take(most - 2)
         steps.append(StepCase((None, gap[0], None, *gap[1:])))
@@ -124,10 +127,15 @@ def edge_contexts(plan: Plan, longest: int) -> list[int]:
 
 
 class _Turn:
-    """Hands out values in turn."""
+    """Hands out values in turn, every other one first, so that the first few are far apart."""
 
     def __init__(self, values: Sequence[int]) -> None:
-        self._values, self._next = values, 0
+        self._values, self._next = [*values[::2], *values[1::2]], 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all have been handed out."""
+        return self._next >= len(self._values)
 
     def take(self, count: int) -> tuple[int, ...]:
         taken = tuple(self._values[(self._next + i) % len(self._values)] for i in range(count))

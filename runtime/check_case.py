@@ -92,13 +92,24 @@ def _enlarge_edges(state: StepState, row: int, position: int, seed: int) -> None
         seen = position - first_token(position, layer_spec.window) + 1
         # The other scores add up to exp(log(seen) + SCORE_STD^2 / 2), as normal scores do.
         size = (math.log(seen) + SCORE_STD**2 / 2) / SCORE_STD
-        for token in edge_tokens(position, layer_spec.window):
-            shape = (1, spec.attention.kv_heads, spec.attention.head_dim)
-            key, value = (
+        for start, end in _runs(edge_tokens(position, layer_spec.window)):
+            shape = (end - start, spec.attention.kv_heads, spec.attention.head_dim)
+            keys, values = (
                 torch.empty(shape, device=state.device).normal_(generator=generator)
                 for _ in range(2)
             )
-            state.load_kv(row, layer, (size * key).bfloat16(), value.bfloat16(), token)
+            state.load_kv(row, layer, (size * keys).bfloat16(), values.bfloat16(), start)
+
+
+def _runs(numbers: list[int]) -> list[tuple[int, int]]:
+    """Ascending numbers as ranges [start, end)."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number:
+            runs[-1] = (runs[-1][0], number + 1)
+        else:
+            runs.append((number, number + 1))
+    return runs
 
 
 @dataclass(frozen=True, slots=True, eq=False)

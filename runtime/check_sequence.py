@@ -140,6 +140,7 @@ def start_sequences(
     step = begin(reference, [prompts[row][:-1] for row in filled], [caches[row] for row in filled])
     for index in range(len(spec.layers)):
         reference.run_layer(index, weights.layer(index), step)
+        step.layer_outputs[index] = step.layer_outputs[index][:0]
         for row in filled:
             length = len(prompts[row]) - 1
             keys, values = caches[row].last(index, length, torch.bfloat16, state.device)

@@ -95,6 +95,7 @@ class ReferenceOracle:
             if forced is not None and isinstance(ffn, ExpertFfn):
                 ids = forced[index, :, : ffn.experts_per_token]
             reference.run_layer(index, self.weights.layer(index), step, ids)
+            step.layer_outputs[index] = step.layer_outputs[index][:0]  # as large as all the rest
         step.x = torch.cat([step.x[rows][-last:] for _, rows in step.spans])
         result = reference.finish(self.weights.final_norm(), self.weights.head(), step)
         return [

@@ -24,8 +24,10 @@ from mkc.api.commands.common import (
 )
 
 if TYPE_CHECKING:
-    from mkc.compiler.plan import Plan
+    from mkc.compiler.artifact import Artifact
+    from mkc.compiler.plan import Options, Plan
     from mkc.compiler.spec import ModelSpec
+    from mkc.compiler.target import Target
     from mkc.runtime.check import CheckReport, MakeExecutor
     from mkc.runtime.check_measure import Choices, Deviation
     from mkc.runtime.oracle import Oracle
@@ -207,14 +209,7 @@ def _gpu_job(
     if chosen is None:
         raise GpuError("MKC602", f"no target file describes {name}", "name one with --target")
 
-    from mkc.api.commands.compile import Job as CompileJob
-    from mkc.compiler.cache import Cache, default_cache_dir
-
-    with tempfile.TemporaryDirectory(prefix="mkc-check-") as scratch:
-        compilation = CompileJob(
-            spec, load_target(chosen), Options(max_batch=max_batch), [], Path(scratch) / "artifact"
-        )
-        artifact, _ = compilation.run(Cache(cache_dir or default_cache_dir()), fresh=False)
+    artifact = _artifact(spec, load_target(chosen), Options(max_batch=max_batch), cache_dir, hear)
 
     from mkc.runtime.check import LOGIT_STD
     from mkc.runtime.megakernel import Megakernel
@@ -239,6 +234,30 @@ def _gpu_job(
 
 
 GUARD_BYTES = 1 << 20
+
+
+def _artifact(
+    spec: ModelSpec,
+    target: Target,
+    options: Options,
+    cache_dir: Path | None,
+    hear: Callable[[int, int, str], None],
+) -> Artifact:
+    """The compiled model, from the cache if it is there."""
+    from mkc.compiler import pipeline
+    from mkc.compiler.artifact import write_artifact
+    from mkc.compiler.cache import Cache, cache_key, default_cache_dir
+
+    cache = Cache(cache_dir or default_cache_dir())
+    key = cache_key(spec, target, options, ())
+    found = cache.find(key)
+    if found is not None:
+        return found
+    compiled = pipeline.compile_model(spec, target, options, lambda name: hear(0, 0, name))
+    with tempfile.TemporaryDirectory(prefix="mkc-check-") as scratch:
+        artifact = write_artifact(compiled, Path(scratch) / "artifact")
+        cache.store(key, artifact)
+        return artifact
 
 
 def _target_named(gpu: str) -> str | None:

@@ -41,7 +41,7 @@ from mkc.runtime.interpreter import Interpreter
 from mkc.runtime.numerics import Routing
 from mkc.runtime.oracle import OracleError, ReferenceOracle, TransformersOracle, hf_config
 from mkc.runtime.packing import pack_weights, region_bytes
-from mkc.runtime.state import StepState
+from mkc.runtime.state import NAN_BYTE, StepState
 from mkc.runtime.weights import LayerWeights, RandomWeights
 
 FEW_SMS = 5
@@ -119,6 +119,15 @@ def damaged_arena(name: str, layer: int, change: Callable[[Tensor], None]) -> Te
 def zero(start: int, size: int) -> Callable[[Tensor], None]:
     def change(packed: Tensor) -> None:
         packed[start : start + size] = 0
+
+    return change
+
+
+def fill(start: int, size: int) -> Callable[[Tensor], None]:
+    """NaN in a part of `size` bytes."""
+
+    def change(packed: Tensor) -> None:
+        packed[start : start + size] = NAN_BYTE
 
     return change
 
@@ -404,7 +413,7 @@ def test_repeats_pass_and_a_single_bit_is_found() -> None:
 
 def test_rows_without_a_numeric_logit_end() -> None:
     """As in the kernel: NaN logits are passed over, and a row of nothing else emits -2 and ends."""
-    executor = make_interpreter(arena=damaged_arena("norms", -1, lambda x: x[6 * 416 :].fill_(255)))
+    executor = make_interpreter(arena=damaged_arena("norms", -1, fill(6 * 416, 416)))
     start_case(executor.state, RAGGED, seed=1)
     executor.step()
     assert executor.emitted.tolist() == [-2, -1, -2, -2]
@@ -418,10 +427,8 @@ def test_logits_that_are_no_numbers_are_passed_over() -> None:
     start_case(right.state, RAGGED, seed=1)
     right.step()
     best = int(right.emitted[0])
-    row_bytes = 2 * FRAGMENT * 13 // 2  # of a tile of 16 rows and 208 columns
-    nan_tile = damaged_arena(
-        "head", -1, lambda x: x[best // 16 * row_bytes : (best // 16 + 1) * row_bytes].fill_(255)
-    )
+    tile_bytes = 13 * FRAGMENT  # 16 rows of 208 columns
+    nan_tile = damaged_arena("head", -1, fill(best // 16 * tile_bytes, tile_bytes))
     executor = make_interpreter(arena=nan_tile)
     start_case(executor.state, RAGGED, seed=1)
     executor.state.tokens.copy_(torch.tensor([17, 3, 18, 19]))
@@ -470,6 +477,7 @@ def test_cases_meet_every_edge_with_every_number_of_rows() -> None:
     assert {1, 63, 64, 65, 99, 100, 101, 127, 128, 129, 163, 164, 165, 640} <= set(contexts)
     cases = make_cases(plan, range(1, 5))
     assert {len(case.lengths) for case in cases.steps} == {1, 2, 3, 4}
+    assert set(contexts) <= {n for case in make_cases(plan, [2]).steps for n in case.lengths}
     many = make_cases(plan, range(1, 9))
     assert {n for case in many.steps for n in case.lengths} == {None, *contexts}
     assert [len(lengths) for lengths in many.sequences] == list(range(1, 9))
@@ -517,7 +525,7 @@ def test_command_shows_tables_and_names_the_oracle(monkeypatch: pytest.MonkeyPat
     assert done.exit_code == 0
     assert "oracle    mkc's own reference for decoding" in done.output
     assert "transformers is not installed" in done.output
-    assert "ok  [1, 2] with large keys at edges" in done.output
+    assert "ok  [1, 63] with large keys at edges" in done.output
     assert "ok  2 runs of" in done.output
 
 
@@ -530,7 +538,7 @@ def test_command_gives_json_and_fails_with_the_case(
     report = json.loads(shown.out)
     assert (report["ok"], report["oracle"]) == (False, "mkc's own reference")
     assert report["steps"][0]["logits"]["rms"] is None
-    assert "error MKC601: step [1, 2]: row 0: 1 logits are not a number" in shown.err
+    assert "error MKC601: step [1, 63]: row 0: 1 logits are not a number" in shown.err
 
 
 class LogitsOfNan(Interpreter):
