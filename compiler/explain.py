@@ -445,8 +445,10 @@ def find_item(plan: Plan, name: str) -> tuple[PacketSet, tuple[int, ...]]:
 
 def _how(plan: Plan, entry: Entry) -> str:
     behaviour = BEHAVIOUR[entry.kind]
-    if entry.kind in (EntryKind.EMBED, EntryKind.MERGE):
-        return f"one warp alone, from warp {entry.warp} on"
+    if behaviour.helps:
+        return "helper warps, row by row in turn, beside what the consumer warps do"
+    if entry.kind == EntryKind.EMBED:
+        return f"warp {entry.warp} alone"
     if behaviour.collects:
         more = ", the next warp for the next task" if entry.kind in SEVERAL_TASKS else ""
         return f"all consumer warps share it; warp {entry.warp} adds up their sums{more}"

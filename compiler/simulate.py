@@ -9,6 +9,7 @@ What is modelled is what the kernel does:
   share the bandwidth by what they ask for, and a full window means a loaded latency.
 - Consumer warps take tasks in program order, a task beginning once its warp is free, its packets
   are here and its first chunk has landed; they use a chunk in the time that its bytes take a warp.
+  Helper warps do their tasks beside them.
 - A packet is seen in all SMs `hand_off_seconds` after it was stored; what one round of loads cannot
   bring takes further rounds of `load_seconds`.
 
@@ -35,6 +36,7 @@ from mkc.compiler.proof import VerifyError
 from mkc.compiler.simulate_tasks import (
     ALL,
     BEHAVIOUR,
+    HELPER_WARPS,
     NONE,
     Piece,
     Routing,
@@ -47,7 +49,6 @@ from mkc.compiler.simulate_tasks import (
 )
 
 PIECE_BYTES = 16384
-ROUTING_WARPS = 3
 UNKNOWN = -1.0
 
 
@@ -61,11 +62,11 @@ class TaskTimes:
     stream (one item more than there are tasks).
     """
 
-    start: list[float] = field(default_factory=list)
-    begin: list[float] = field(default_factory=list)
-    ready: list[float] = field(default_factory=list)
-    end: list[float] = field(default_factory=list)
-    first_piece: list[int] = field(default_factory=list)
+    start: list[float]
+    begin: list[float]
+    ready: list[float]
+    end: list[float]
+    first_piece: list[int]
 
 
 @dataclass(slots=True)
@@ -208,29 +209,31 @@ class _Sm:
     begin: float = 0.0
     seen: float = 0.0
     waiting: int = NONE  # for this signal
-    warps: list[float] = field(default_factory=lambda: [0.0] * CONSUMER_WARPS)  # free from then on
+    warps: list[float] = field(default_factory=lambda: [0.0] * (CONSUMER_WARPS + HELPER_WARPS))
+    helping: list[int] = field(default_factory=list)  # places of helpers' tasks that wait
 
     @staticmethod
     def of(number: int, tasks: list[SimTask], window: int, slots: int) -> _Sm:
         """An SM that has not begun."""
-        times, sizes, chunks = TaskTimes(), list[int](), list[int]()
+        sizes, chunks, first_piece = list[int](), list[int](), list[int]()
         gates: dict[int, int] = {}
         for task in tasks:
-            times.first_piece.append(len(sizes))
+            first_piece.append(len(sizes))
             if task.gate != NONE:
                 gates[len(sizes)] = task.gate
             for run in task.runs:
                 for piece in run.pieces:
                     sizes.append(piece.bytes)
                     chunks.append(piece.chunks)
-        times.first_piece.append(len(sizes))
+        first_piece.append(len(sizes))
+        start, begin, ready, end = ([UNKNOWN] * len(tasks) for _ in range(4))
         return _Sm(
             number,
             tasks,
-            times,
+            TaskTimes(start, begin, ready, end, first_piece),
             Stream(sizes, chunks),
             gates,
-            times.first_piece[1],
+            first_piece[1],
             pieces_before(chunks, window),
             pieces_before(chunks, slots),
         )
@@ -262,7 +265,7 @@ class _Simulation:
         self.last_writer = [(NONE, NONE)] * len(tasks.signals)
         self.waiters: list[list[_Sm]] = [[] for _ in tasks.signals]
         self.gated: list[list[_Sm]] = [[] for _ in tasks.signals]
-        routing = measured.routing_seconds * -(-rows // min(rows, ROUTING_WARPS))
+        routing = measured.routing_seconds * -(-rows // min(rows, HELPER_WARPS))
         self.delay = [
             measured.hand_off_seconds + (routing if signal.set == "router_logits" else 0.0)
             for signal in tasks.signals
@@ -330,15 +333,35 @@ class _Simulation:
         while self.awake:
             sm = self.awake.pop()
             tasks = sm.tasks
+            if sm.helping:
+                sm.helping = [place for place in sm.helping if not self._help(sm, place)]
             while sm.at < len(tasks) and sm.waiting == NONE:
                 task = tasks[sm.at]
-                if not self._work(sm, task):
+                if BEHAVIOUR[task.entry.kind].helps:
+                    if not self._help(sm, sm.at):
+                        sm.helping.append(sm.at)
+                elif not self._work(sm, task):
                     break
                 sm.at += 1
                 sm.run = 0
                 sm.complete = sm.times.first_piece[min(sm.at + 1, len(tasks))]
             if sm.is_blocked:
                 self._request(sm)
+
+    def _help(self, sm: _Sm, place: int) -> bool:
+        """A helper's task, which gathers and writes; False if its packets are not known of yet."""
+        task = sm.tasks[place]
+        (run,) = task.runs
+        seen = self.seen[run.signal]
+        if seen == UNKNOWN:
+            self.waiters[run.signal].append(sm)
+            return False
+        start, load = sm.warps[task.warp], self.measured.load_seconds
+        ready = max(start, seen)
+        end = max(start + run.gathers * load, seen + max(0, run.gathers - 1) * load)
+        sm.warps[task.warp] = end
+        self._finish(sm, place, (start, end, ready, end))
+        return True
 
     def _work(self, sm: _Sm, task: SimTask) -> bool:
         """Goes on with a task; False if something that it needs is not known yet."""
@@ -357,7 +380,11 @@ class _Simulation:
         if behaviour.collects:
             end += self.measured.join_seconds
             warps[task.warp] = end
-        self._finish(sm, task, end)
+        if not task.runs:
+            sm.start = sm.begin = sm.seen = end
+        first, behind = sm.times.first_piece[sm.at], sm.times.first_piece[sm.at + 1]
+        ready = max(sm.begin, sm.stream.landed[first]) if behind > first else sm.seen
+        self._finish(sm, sm.at, (sm.start, sm.begin, ready, end))
         return True
 
     def _begin(self, sm: _Sm, run: Run) -> bool:
@@ -402,22 +429,16 @@ class _Simulation:
             sm.free.append(max(last, sm.free[-1]) if sm.free else last)
         return True
 
-    def _finish(self, sm: _Sm, task: SimTask, end: float) -> None:
-        """Notes the times of a finished task and tells those who wait for what it wrote."""
-        times = sm.times
-        first, behind = times.first_piece[sm.at], times.first_piece[sm.at + 1]
-        if not task.runs:
-            sm.start = sm.begin = sm.seen = end
-        times.start.append(sm.start)
-        times.begin.append(sm.begin)
-        times.ready.append(max(sm.begin, sm.stream.landed[first]) if behind > first else sm.seen)
-        times.end.append(end)
+    def _finish(self, sm: _Sm, place: int, moments: tuple[float, float, float, float]) -> None:
+        """Notes a task's start, begin, ready and end, and tells those who wait for its packets."""
+        times, task, end = sm.times, sm.tasks[place], moments[3]
+        times.start[place], times.begin[place], times.ready[place], times.end[place] = moments
         signal = task.writes
         if signal == NONE:
             return
         if end >= self.written[signal]:
             self.written[signal] = end
-            self.last_writer[signal] = (sm.number, sm.at)
+            self.last_writer[signal] = (sm.number, place)
         self.left[signal] -= 1
         if self.left[signal] or not self.waits:
             return
@@ -431,12 +452,12 @@ class _Simulation:
     def _result(self) -> SimulatedStep:
         """The finished step. Raises VerifyError MKC304 if a program did not end."""
         for sm in self.sms:
-            if sm.at < len(sm.tasks):
-                task = sm.tasks[sm.at]
-                what = "packets" if sm.waiting != NONE else "a chunk"
+            if sm.at < len(sm.tasks) or sm.helping:
+                task = sm.tasks[sm.helping[0] if sm.helping else sm.at]
+                what = "packets" if sm.helping or sm.waiting != NONE else "a chunk"
                 reason = f"waits for {what} that never come"
                 raise VerifyError("MKC304", reason, sm.number, task.entry_index, task.entry)
-        end = max(max(sm.times.end, default=0.0) for sm in self.sms)
+        end = max(max(sm.times.end) for sm in self.sms)
         return SimulatedStep(
             plan=self.plan,
             tasks=self.tasks,

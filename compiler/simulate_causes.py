@@ -120,12 +120,17 @@ class Causes:
 
     def _before(self, sm: int, place: int, time: float) -> int | None:
         """The task before this one that ended last, as far as it ended until `time`."""
-        ends = self.step.times[sm].end
+        ends, program = self.step.times[sm].end, self.step.tasks.programs[sm]
+        helps = BEHAVIOUR[program[place].entry.kind].helps
         found: int | None = None
         for earlier in range(place - 1, max(-1, place - LOOK_BACK), -1):
+            if BEHAVIOUR[program[earlier].entry.kind].helps != helps:
+                continue
+            if helps and program[earlier].warp != program[place].warp:
+                continue
             if ends[earlier] <= time + EPSILON and (found is None or ends[earlier] > ends[found]):
                 found = earlier
-        return place - 1 if found is None and place else found
+        return found
 
     def _of_used(self, sm: int, piece: int) -> Cause:
         """A piece is used once it has landed, its packets are there and its warps are free."""

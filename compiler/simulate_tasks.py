@@ -32,9 +32,12 @@ from mkc.compiler.rules import (
 )
 from mkc.compiler.tile import FRAGMENT_BYTES, FRAGMENT_EDGE, PAGE_TOKENS, Tiling
 
-PACKETS_A_ROUND = 6 * 32
-"""Packets that a warp has on their way at once while it gathers inputs."""
-SPLITS_A_ROUND = 18
+LANES = 32
+HELPER_WARPS = 3
+"""Warps that route and merge beside the consumer warps; they are numbered after those."""
+LOADS_AT_ONCE = {EntryKind.STAGE: 8, EntryKind.OUT: 6, EntryKind.FFN_DOWN: 6}
+"""Loads of a packet for each lane that a warp has on their way at once while it gathers inputs."""
+SPLITS_A_ROUND = 8
 """Attention splits whose partials a merge has on their way at once."""
 NONE = -1
 ALL = tuple(range(CONSUMER_WARPS))
@@ -46,7 +49,8 @@ class Behaviour:
 
     reads, writes: packet sets; collects: the task's warp waits for the sums of all warps that took
     part and adds them up; routed: the producer cannot send for its chunks before the experts are
-    known; attends: its chunks cost what attention costs, not what a product costs.
+    known; attends: its chunks cost what attention costs, not what a product costs; helps: helper
+    warps do it, beside whatever the consumer warps do.
     """
 
     collects: bool = False
@@ -54,6 +58,7 @@ class Behaviour:
     writes: str | None = None
     routed: bool = False
     attends: bool = False
+    helps: bool = False
 
 
 BEHAVIOUR: dict[EntryKind, Behaviour] = {
@@ -63,7 +68,7 @@ BEHAVIOUR: dict[EntryKind, Behaviour] = {
     EntryKind.QKV: Behaviour(collects=True, writes="qkv"),
     EntryKind.ATTENTION: Behaviour(collects=True, reads="qkv", writes="partials", attends=True),
     EntryKind.FFN_UP: Behaviour(True, reads="router_logits", writes="hidden", routed=True),
-    EntryKind.MERGE: Behaviour(reads="partials", writes="merged"),
+    EntryKind.MERGE: Behaviour(reads="partials", writes="merged", helps=True),
     EntryKind.OUT: Behaviour(reads="merged"),
     EntryKind.FFN_DOWN: Behaviour(reads="hidden", routed=True),
     EntryKind.RESIDUAL: Behaviour(collects=True, writes="layer_input"),
@@ -323,9 +328,15 @@ class _Step:
         """The group of each active expert, by its place."""
         return [n for n, group in enumerate(self.expert_groups(layer)) for _ in group]
 
-    def rounds(self, parcels: int) -> int:
+    def rounds(self, kind: EntryKind, parcels: int) -> int:
         """Rounds of loads in which one warp gathers so many parcels."""
-        return -(-parcels * PARCEL_PACKETS // PACKETS_A_ROUND)
+        return -(-parcels * PARCEL_PACKETS // (LOADS_AT_ONCE[kind] * LANES))
+
+    def rounds_of_members(self, kind: EntryKind, members: int, slice_tiles: int) -> int:
+        """The same for a slice of several rows' values, as much as fits scratch at a time."""
+        most = max(1, min(slice_tiles, self.scratch_parcels // members))
+        parts = [min(most, slice_tiles - begin) for begin in range(0, slice_tiles, most)]
+        return sum(self.rounds(kind, members * part) for part in parts)
 
 
 def _joined(pieces: Iterable[Piece], limit: int) -> tuple[Piece, ...]:
@@ -362,8 +373,10 @@ def _embed(step: _Step, sm: int, entry: Entry) -> Iterator[Work]:
 
 
 def _stage(step: _Step, sm: int, entry: Entry) -> Iterator[Work]:
-    parcels = step.slicing(step.tiling.hidden_tiles).slice * step.rows
-    yield Work(runs=(Run(step.signal("layer_input", entry.layer), step.rounds(parcels), ALL),))
+    """Rows are brought whole, as many at once as there are loads for."""
+    row_loads = -(-step.slicing(step.tiling.hidden_tiles).slice * PARCEL_PACKETS // LANES)
+    rounds = -(-step.rows // max(1, LOADS_AT_ONCE[EntryKind.STAGE] // row_loads))
+    yield Work(runs=(Run(step.signal("layer_input", entry.layer), rounds, ALL),))
 
 
 def _router(step: _Step, sm: int, entry: Entry) -> Iterator[Work]:
@@ -383,18 +396,18 @@ def _qkv(step: _Step, sm: int, entry: Entry) -> Iterator[Work]:
 
 
 def _attention(step: _Step, sm: int, entry: Entry) -> Iterator[Work]:
-    """This SM's splits; the warp of a split's last pair of chunks adds up the others' parts."""
+    """This SM's splits: one round of loads for the queries, one for the new token's K and V. The
+    warp of a split's last pair of chunks adds up the others' parts."""
     tiling, layer = step.tiling, entry.layer
     window = step.plan.spec.layers[layer].window
     tokens = page_chunk_tokens(tiling)
     chunk_bytes = tokens // FRAGMENT_EDGE * tiling.head_tiles * FRAGMENT_BYTES
-    gathers = step.rounds(tiling.group * tiling.head_tiles)
     warp = entry.warp
     for unit in step.units(entry.tile, window):
         pairs = chunk_pairs(unit, step.positions[unit.row], window, tokens)
         run = Run(
             step.signal("qkv", layer, unit.kv_head),
-            gathers + unit.is_last,
+            1 + unit.is_last,
             tuple((warp + n) % CONSUMER_WARPS for n in range(min(pairs, CONSUMER_WARPS))),
             step.pairs(pairs, chunk_bytes, warp),
         )
@@ -424,13 +437,14 @@ def _ffn_up(step: _Step, sm: int, entry: Entry) -> Iterator[Work]:
 
 
 def _merge(step: _Step, sm: int, entry: Entry) -> Iterator[Work]:
+    """Helper warps take the rows in turn."""
     tiling, layer = step.tiling, entry.layer
     kv_head = entry.tile // tiling.merge_parts // tiling.group
     window = step.plan.spec.layers[layer].window
     for row, position in enumerate(step.positions):
         splits = split_count(position, window, tiling.max_splits)
         signal = step.signal("partials", layer, row * tiling.kv_heads + kv_head)
-        warp = (entry.warp + row) % CONSUMER_WARPS
+        warp = CONSUMER_WARPS + (entry.warp + row) % HELPER_WARPS
         yield Work(
             part=row,
             warp=warp,
@@ -447,7 +461,7 @@ def _out_work(step: _Step, layer: int) -> Work:
     """A piece waits for the merged values of the KV head that the last of its warps needs."""
     tiling = step.tiling
     slicing = step.slicing(tiling.attention_tiles)
-    gathers = step.rounds(slicing.slice * step.rows)
+    gathers = step.rounds_of_members(EntryKind.OUT, step.rows, slicing.slice)
     runs = []
     for piece in step.tile(tiling.attention_tiles):
         last = min((piece.warp + piece.warps) * slicing.slice, tiling.attention_tiles) - 1
@@ -467,7 +481,7 @@ def _ffn_down_work(step: _Step, layer: int) -> Work:
     runs = []
     for number, group in enumerate(step.expert_groups(layer)):
         rows = sum(step.routing[layer][place].rows for place in group)
-        gathers = step.rounds(rows * step.slicing(width).slice)
+        gathers = step.rounds_of_members(EntryKind.FFN_DOWN, rows, step.slicing(width).slice)
         signal = step.signal("hidden", layer, number)
         runs.append(Run(signal, gathers, ALL, step.tile(width) * len(group)))
     return Work(runs=tuple(runs))
@@ -489,7 +503,7 @@ def _sample(step: _Step, sm: int, entry: Entry) -> Iterator[Work]:
     yield Work(writes=step.written("candidates", entry.layer))
     if sm == 0:
         signal = step.signal("candidates", entry.layer)
-        yield Work(part=1, runs=(Run(signal, step.rounds(-(-step.sms // PARCEL_PACKETS)), (0,)),))
+        yield Work(part=1, runs=(Run(signal, 1, (0,)),))
 
 
 _UNFOLD: dict[EntryKind, Callable[[_Step, int, Entry], Iterator[Work]]] = {

@@ -1,9 +1,9 @@
 """Traces for Perfetto (ui.perfetto.dev): predicted and measured tasks side by side, SM by SM.
 
-The file is gzipped Chrome JSON. Each SM is a process; its tracks are the stream that its producer
-keeps up, the tasks that all consumer warps share, those that one warp does, and in the same process
-what was measured of each warp. Times are microseconds from the first request of the step. Slices of
-a track nest: a task's slice holds one for the time that it waited.
+The file is gzipped Chrome JSON. Each SM is a process. Its tracks are the stream that its producer
+keeps up, the tasks that all consumer warps share, those that one warp or a helper does, and beside
+them what was measured of each warp. Times are microseconds from the first request of the step.
+Slices of a track nest: a task's slice holds one for the time that it waited.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mkc.compiler.errors import ArtifactError
+from mkc.compiler.place import CONSUMER_WARPS
 from mkc.compiler.program import EntryKind
 from mkc.compiler.simulate import SimulatedStep
 from mkc.compiler.simulate_tasks import SimTask
@@ -138,7 +139,11 @@ def _track_name(track: int) -> str:
     if track >= FIRST_MEASURED_TRACK:
         return f"measured: warp {track - FIRST_MEASURED_TRACK}"
     if track >= FIRST_WARP_TRACK:
-        return f"predicted: warp {track - FIRST_WARP_TRACK} alone"
+        warp = track - FIRST_WARP_TRACK
+        is_helper = warp >= CONSUMER_WARPS
+        return (
+            f"predicted: helper {warp - CONSUMER_WARPS}" if is_helper else f"predicted: warp {warp}"
+        )
     return {STREAM_TRACK: "predicted: stream", SHARED_TRACK: "predicted: all warps"}[track]
 
 

@@ -141,6 +141,7 @@ def test_what_holds_of_any_step(lengths: list[int], seed: int) -> None:
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_slower_parts_never_make_a_faster_step(batch: int) -> None:
+    """Nor faster parts a slower one, but for what another order of requests may cost."""
     plan, lengths = slow_memory(), [600] * batch
     base = simulate_step(plan, lengths).seconds
     changes: dict[str, tuple[float, float]] = {
@@ -155,7 +156,8 @@ def test_slower_parts_never_make_a_faster_step(batch: int) -> None:
             simulate_step(with_measured(plan, **{name: figure}), lengths)
             for figure in (worse, better)
         )
-        assert slow.seconds > base >= fast.seconds, name
+        assert slow.seconds > base, name
+        assert fast.seconds < base * 1.002, name
 
 
 def test_a_smaller_ring_costs_time() -> None:
