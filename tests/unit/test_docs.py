@@ -12,7 +12,7 @@ from mkc.api.cli import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
-FOLDERS = ("", "compiler/", "runtime/", "tests/")
+FOLDERS = ("", "compiler/", "runtime/", "templates/", "tests/")
 WRITTEN_BY_MKC = re.compile(r"(manifest|ops|plan|layout|config)\.json|kernel\.\w+|ops\.dot")
 CODE = re.compile(r"^```\w*\n(.*?)^```|`([^`\n]+)`", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"\bmkc (\w+)((?:(?!\bmkc )[^\n#&])*)")
