@@ -4,8 +4,10 @@ The step starts from random K and V, so contexts of any length cost no prefill. 
 afterwards, one layer at a time over one copy of that layer's weights, in two ways:
 
     alone     each layer on the executor's own output of the layer before it: this layer's error
-    chained   each reference on its own outputs: how errors grow with depth; left out where large
-              keys at edges make attention hang on single tokens, and errors on chance
+    chained   each reference on its own outputs: how errors grow with depth
+
+Errors are those of the worst row, chained ones of all rows. Large keys at edges make attention hang
+on single tokens, and a row's error on chance: there all rows are measured together, and no chain.
 
 Both follow the experts that the executor's router logits chose, since behind another choice no
 number can be compared; the choices are judged by themselves.
@@ -277,7 +279,7 @@ def _compare(
         layer = weights.layer(index)
         for one in (*alone, *chained):
             one.reference.run_layer(index, layer, one.step, experts[index])
-        layers.append(_compare_layer(index, rows, found, alone, chained))
+        layers.append(_compare_layer(index, case, found, alone, chained))
     progress("head")
     for one in alone:
         one.feed(found.outputs[-1])
@@ -309,15 +311,16 @@ def chosen_experts(plan: Plan, layer: int, router_logits: Tensor) -> Tensor | No
 
 
 def _compare_layer(
-    index: int, rows: list[int], found: _Found, alone: list[_Pass], chained: list[_Pass]
+    index: int, case: StepCase, found: _Found, alone: list[_Pass], chained: list[_Pass]
 ) -> LayerCheck:
+    rows = case.live
     (keys, values), (bf16_keys, bf16_values) = (one.new_tokens(index) for one in alone)
     for one in chained:
         one.new_tokens(index)
     exact, bf16 = (one.step.layer_outputs[index] for one in alone)
     return LayerCheck(
         layer=index,
-        alone=deviation(found.outputs[index], bf16, exact, rows),
+        alone=deviation(found.outputs[index], bf16, exact, rows, pooled=case.edges),
         chained=_pooled(
             found.outputs[index], [one.step.layer_outputs[index] for one in chained], rows
         ),
