@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -89,8 +90,8 @@ def test_the_page(compiled: Compiled) -> None:
         assert kernel.name in text
     assert "tiny on NVIDIA H200" in text
     assert not re.search(r"https?://|<script|@import|url\((?!#)", page)
-    assert "/work" not in page
-    assert "20" not in re.findall(r"\b(20)\d\d-\d\d-\d\d", page)
+    assert str(Path(__file__).parents[2]) not in page
+    assert not re.search(r"\b20\d\d-\d\d-\d\d\b", page)
     assert page == render_report(ReportInputs.of_compiled(compiled))
 
 
