@@ -16,14 +16,15 @@ from mkc.compiler.tile import (
 )
 
 PACKET_BYTES = 16
-PARCEL_PACKETS = 3  # 16 bf16 values and one float32: eight words and one
-ROUTER_PACKETS = 6  # 16 float32 logits, three to a packet
+PARCEL_PACKETS = 4  # 16 bf16 values, four to a packet
+ROUTER_PACKETS = 8  # 16 float32 logits, two to a packet
 PARTIAL_PACKETS = (MERGE_DIMS + 2 + 2) // 3  # a split's maximum, sum and 32 float32 values
 PARTIAL_BUFFERS = 2
 REGION_ALIGNMENT = 1024
 CONSUMER_WARPS = 8
 ROUTING_TABLES = 3
 SCRATCH_WORDS_PER_PARCEL = 8
+HELPER_WARPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,10 +272,8 @@ def _place_shared(
 
 def scratch_words(tiling: Tiling, rows: int) -> int:
     """32-bit words of scratch of one consumer warp: the largest of its uses."""
-    attention = (tiling.group + 2) * tiling.head_tiles * SCRATCH_WORDS_PER_PARCEL
-    partial = 8 * PARTIAL_PACKETS * 3
-    piece = tiling.chunk_fragments * rows * SCRATCH_WORDS_PER_PARCEL
-    return max(attention, partial, piece)
+    state = 4 * (tiling.head_tiles + 1) * 32
+    return max(state, FRAGMENT_EDGE * rows * SCRATCH_WORDS_PER_PARCEL)
 
 
 def shared_bytes(tiling: Tiling, target: Target, rows: int, ring_slots: int) -> int:
@@ -283,18 +282,21 @@ def shared_bytes(tiling: Tiling, target: Target, rows: int, ring_slots: int) -> 
     The rendered kernel asserts that the compiler's layout of the struct has this size.
     """
     owned_tiles = -(-tiling.hidden_tiles // target.sms)
-    routing = 4 * rows * MAX_EXPERTS // 32 + 4 * rows * MAX_EXPERTS_PER_TOKEN + 4
-    routing = _align(routing + MAX_EXPERTS * (2 + rows), 4)
+    members = rows * MAX_EXPERTS_PER_TOKEN
+    routing = 4 * rows * MAX_EXPERTS // 32 + 4 * members + 4
+    routing = _align(routing + MAX_EXPERTS * (3 + rows) + 4 + 2 * members, 4)
+    row_pairs = 1 if rows <= 2 else 2 if rows <= 4 else 4
+    deposit = 2 * 8 * row_pairs * 16 + 8 * 4
     size = ring_slots * tiling.chunk_bytes
     size += tiling.hidden_tiles * rows * SCRATCH_WORDS_PER_PARCEL * 4
     size += CONSUMER_WARPS * scratch_words(tiling, rows) * 4
-    size = _align(size, 16) + 2 * CONSUMER_WARPS * 32 * 16
+    size = _align(size, 16) + 2 * CONSUMER_WARPS * deposit
     size += owned_tiles * 32 * 16
-    size += rows * tiling.hidden_tiles * 4 + CONSUMER_WARPS * 8 * 4 + 8 * 4
-    size = _align(size, 8) + rows * tiling.head_tiles * 8 * 8
+    size += CONSUMER_WARPS * 8 * 4 + HELPER_WARPS * MERGE_DIMS * 4 + 8 * 4
+    size += CONSUMER_WARPS * 8 * 8 + rows * tiling.head_tiles * 8 * 8
     size += ROUTING_TABLES * routing
-    size = _align(size, 8) + 2 * ring_slots * 8
-    size += 4 * rows + 4 * 4
+    size = _align(size, 8) + 2 * ring_slots * 8 + 4 * 8
+    size += 4 * rows + 4 * (2 + CONSUMER_WARPS + 1 + 2 * CONSUMER_WARPS)
     return _align(size, 16)
 
 

@@ -21,8 +21,8 @@ class Options:
     """
 
     max_batch: int = 8
-    chunk_fragments: int = 16
-    window_bytes: int = 65536
+    chunk_fragments: int = 32
+    window_bytes: int = 98304
     ring_slots: int | None = None
 
 

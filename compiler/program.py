@@ -1,4 +1,4 @@
-"""Programs: what each SM does in a step, in order. One entry is one word pair on the device.
+"""Programs: what each SM does in a step, in order. One entry is one word on the device.
 
 An entry names an op, a layer and a tile. Entries of dynamic ops (attention, ffn_up, ffn_down) stand
 for all that SM's tasks of the op; `rules` says which those are once lengths and routing are known.
@@ -12,6 +12,8 @@ from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
+
+from mkc.compiler.errors import LoweringError
 
 
 class EntryKind(IntEnum):
@@ -51,14 +53,16 @@ class Entry:
 
 
 def encode_programs(programs: Sequence[Sequence[Entry]]) -> npt.NDArray[np.uint32]:
-    """Programs -> device table [sms, pitch, 2]: kind | warp << 8 | layer << 16, then the tile.
+    """Programs -> device table [sms, pitch]: kind | warp << 4 | layer << 7 | tile << 15.
 
-    Every program ends with END; short ones are padded with it.
+    Every program ends with END; short ones are padded with it. Raises LoweringError MKC201 if a
+    field is too large for its bits.
     """
     pitch = max(len(program) for program in programs) + 1
-    table = np.zeros((len(programs), pitch, 2), dtype=np.uint32)
+    table = np.zeros((len(programs), pitch), dtype=np.uint32)
     for sm, program in enumerate(programs):
         for index, entry in enumerate(program):
-            table[sm, index, 0] = entry.kind | entry.warp << 8 | entry.layer << 16
-            table[sm, index, 1] = entry.tile
+            if entry.warp >= 1 << 3 or entry.layer >= 1 << 8 or entry.tile >= 1 << 17:
+                raise LoweringError("MKC201", f"{entry} of SM {sm} does not fit an entry's 32 bits")
+            table[sm, index] = entry.kind | entry.warp << 4 | entry.layer << 7 | entry.tile << 15
     return table

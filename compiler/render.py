@@ -71,7 +71,7 @@ def render_model(plan: Plan) -> str:
             layers=layers,
             hidden_parcels=layout.packets("hidden").shape[-1],
             embedding_offset=layout.region("head" if spec.tied_head else "embedding").offset,
-            window_chunks=max(1, plan.options.window_bytes // tiling.chunk_bytes),
+            window_chunks=plan.options.window_bytes // tiling.chunk_bytes,
             inverse_frequencies=[
                 _float32(value)
                 for value in inverse_frequencies(spec.rope.theta, spec.attention.head_dim)

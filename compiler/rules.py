@@ -99,12 +99,3 @@ def active_experts(chosen: Sequence[Sequence[int]]) -> list[int]:
 def ffn_up_tasks(rank: int, sms: int, active: int, width_tiles: int) -> list[tuple[int, int]]:
     """(index of the active expert, tile) of each gate-and-up task of the SM of this rank."""
     return [divmod(task, width_tiles) for task in range(rank, active * width_tiles, sms)]
-
-
-def ffn_down_warp(expert: int, chunk: int, chunks: int, warps: int) -> int:
-    """The consumer warp that adds chunk `chunk` of an expert's down tile.
-
-    It depends on the expert's id, not on its place among the active ones, so that the order in
-    which a row's sum is formed does not depend on the other rows.
-    """
-    return (expert * chunks + chunk) % warps

@@ -27,6 +27,7 @@ WAIT_REASONS = {
     3: "a free slot of the ring",
     4: "the routing of its layer",
     5: "the SM's other warps to leave a layer",
+    6: "the SM's other warps' parts of a result",
 }
 
 
@@ -168,11 +169,11 @@ class Megakernel:
         if word == 0:
             return
         self._fault.zero_()
-        kind = EntryKind(word >> 4 & 0xF).name.lower()
-        layer, tile, sm, warp = word >> 28 & 0xFFF, word >> 40, word >> 16 & 0xFFF, word >> 8 & 0xFF
+        kind, layer, tile = EntryKind(word & 0xF).name.lower(), word >> 7 & 0xFF, word >> 15 & 0x1FFFF
+        code, warp, sm = word >> 32 & 0xF, word >> 36 & 0xFF, word >> 44
         raise KernelFault(
             "MKC604",
-            f"SM {sm}, warp {warp} waited too long for {WAIT_REASONS.get(word & 0xF, 'nothing')} "
+            f"SM {sm}, warp {warp} waited too long for {WAIT_REASONS[code]} "
             f"in entry {kind} of layer {layer}, tile {tile}",
         )
 
@@ -184,9 +185,10 @@ class Megakernel:
 
     def router_logits(self, rows: int) -> Tensor:
         """Float32 [layers, rows, experts] of the last step, NaN for dense layers, from packets."""
-        logits = self._read_packets("router_logits", torch.float32)  # layer, row, tile, 18
+        logits = self._read_packets("router_logits", torch.float32)  # layer, row, tile, 24
         layers, max_rows, tiles, _ = logits.shape
-        logits = logits[..., :16].reshape(layers, max_rows, tiles * 16)[:, :rows].clone()
+        logits = logits.unflatten(-1, (-1, 3))[..., :2].reshape(layers, max_rows, tiles * 16)
+        logits = logits[:, :rows].clone()
         for layer, tiling in enumerate(self.plan.tiling.layers):
             if not tiling.routed:
                 logits[layer] = torch.nan

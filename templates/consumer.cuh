@@ -6,37 +6,46 @@
 
 namespace mkc {
 
+// A tile's sums over all warps (for gate and up: of hidden values 2i and of 2i + 1), and 1 / rms of batch rows 2j and
+// 2j + 1 of the layer input.
+struct Totals {
+  float4 first = {}, second = {};
+  float2 inverse_rms;
+};
+
 template <int ROWS, int SLOTS>
 struct Consumer {
   using Shared = SharedMemory<ROWS, SLOTS>;
+  static constexpr int kScratchParcels = scratch_words(ROWS) / kWordsPerParcel;
 
   const Step& step;
   Shared& shared;
   Patience& patience;
   RingConsumer<ROWS, SLOTS>& ring;
   int warp, lane, i, j;  // i = lane / 4, j = lane % 4: the place of this lane in a fragment
-  int routed_layers = 0;  // routed layers begun
-  int half = 0;           // of shared.sums that is next
+  int routed_layers = 0;   // routed layers begun
+  int deposits = 0;        // tiles whose sums this warp has begun to deposit
 
   __device__ Consumer(const Step& s, Shared& m, Patience& p, RingConsumer<ROWS, SLOTS>& r) : step(s), shared(m), patience(p), ring(r) {}
 
-  // Starts a task. What a task works out from its entry and this lane's place is its own: were it known to be the same
+  // Starts an entry. What a task works out from its entry and this lane's place is its own: were it known to be the same
   // for all kinds of task, the compiler would keep every kind's addresses in registers over the whole program.
-  __device__ __forceinline__ Entry begin(Entry entry) {
+  __device__ __forceinline__ Entry begin(uint32_t word) {
     const int thread = fresh_thread_index();
     warp = thread / 32, lane = thread % 32, i = lane / 4, j = lane % 4;
+    patience.begin(word);
+    Entry entry = decode_entry(word);
     asm volatile("" : "+r"(entry.warp), "+r"(entry.layer), "+r"(entry.tile));
-    patience.entry = entry;
     return entry;
   }
-  __device__ __forceinline__ uint32_t* scratch() { return shared.scratch[warp]; }
-  __device__ __forceinline__ ParcelScratch parcels() { return {scratch()}; }
+  // This warp's scratch, once nobody reads from it what it has lent.
+  __device__ __forceinline__ uint32_t* scratch() {
+    patience.wait(kWaitWarps, [&] { return load_acquire(&shared.taken[warp]) == load_relaxed(&shared.lent[warp]); });
+    return shared.scratch[warp];
+  }
   __device__ __forceinline__ uint32_t epoch(int layer) const { return step.epoch + layer; }
   __device__ __forceinline__ bool takes(const Entry& entry, int task) const { return (entry.warp + task) % kConsumerWarps == warp; }
   __device__ __forceinline__ void sync() { named_barrier_sync<1>(kConsumerThreads); }
-  __device__ __forceinline__ BatchFragments layer_input() {
-    return BatchFragments::of(&shared.layer_input[0][0][0], ROWS, i, i < step.rows);
-  }
   // The routing of a layer's FFN, once it is known.
   __device__ __forceinline__ const Routing<ROWS>& routing(const Layer& layer) {
     if (!layer.routed) return shared.routing[kDenseTable];
@@ -44,70 +53,98 @@ struct Consumer {
     return shared.routing[routed_layers & 1];
   }
 
-  // 1 / rms of batch rows 2j and 2j + 1, for the layer input at hand.
-  __device__ __forceinline__ float2 inverse_rms() const { return *reinterpret_cast<const float2*>(&shared.inverse_rms[warp][2 * j]); }
-  // This lane's place for its part of a tile that all warps share.
-  __device__ __forceinline__ float4& shared_sum() { return shared.sums[half][warp][lane]; }
-  // Adds up all warps' parts, in the order of the warps, and turns to the other half. The result is warp 0's; all take part.
-  __device__ __forceinline__ float4 reduce_to_first_warp() {
-    sync();
-    float4 total = make_float4(0, 0, 0, 0);
-    if (warp == 0)
-      for (int w = 0; w < kConsumerWarps; w++) add(total, shared.sums[half][w][lane]);
-    half ^= 1;
-    return total;
+  // This warp's place for its part of the next tile's sums; waits until the tile before the last has been finished.
+  __device__ __forceinline__ Deposit<ROWS>& open_deposit() {
+    patience.wait(kWaitWarps, [&] { return barrier_try_wait(&shared.collected[deposits & 1], (deposits >> 1 & 1) ^ 1); });
+    return shared.deposits[deposits & 1][warp];
   }
-
-  // STAGE: brings a layer's input to shared memory. Owners send it as x * norm weight; the norm's other factor,
-  // 1 / rms(x), is applied to each product, so nothing waits for the sum of squares.
-  __device__ __forceinline__ void stage(const Entry& entry) {
-    constexpr int kTiles = (kHiddenTiles + kConsumerWarps - 1) / kConsumerWarps, kPackets = ROWS * kParcelPackets;
-    constexpr int kLoads = (kTiles * kPackets + 31) / 32, kAtOnce = kLoads < 6 ? kLoads : 6;
-    for (int base = 0; base < kLoads * 32; base += kAtOnce * 32) {
-      const auto tile_of = [&](int n) { return warp * kTiles + (base + n) / kPackets; };
-      const auto row_of = [&](int n) { return (base + n) % kPackets / kParcelPackets; };
-      gather_packets<kAtOnce>(
-          patience, epoch(entry.layer),
-          [&](int n) {
-            const int tile = tile_of(n), row = row_of(n);
-            const bool exists = base + n < kTiles * kPackets && tile < kHiddenTiles && row < step.rows;
-            return exists ? layer_input_packet(entry.layer, tile, row) + (base + n) % kParcelPackets : -1;
-          },
-          [&](int n, uint4 packet) {
-            const int tile = tile_of(n), row = row_of(n), part = (base + n) % kParcelPackets;
-            uint32_t* words = &shared.layer_input[tile][row][part * 3];
-            words[0] = packet.x, words[1] = packet.y;
-            if (part < 2) words[2] = packet.z;
-            else shared.squares[row][tile] = __uint_as_float(packet.z);
-          });
-    }
-    sync();
-    if (threadIdx.x == 0) store_release(&shared.staged_layers, entry.layer + 1);
-    for (int row = 0; row < step.rows; row++) {
-      float sum = 0;
-      for (int tile = lane; tile < kHiddenTiles; tile += 32) sum += shared.squares[row][tile];
-#pragma unroll
-      for (int offset = 16; offset; offset /= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
-      const float inverse = rsqrtf(sum / (kHiddenTiles * 16) + kNormEpsilon);
-      if (lane == 0) shared.inverse_rms[warp][row] = inverse;
+  __device__ __forceinline__ void close_deposit() {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&shared.deposited[deposits & 1]);
+    deposits++;
+  }
+  // The sums of the tile deposited last, once all warps' parts are there, in the order of the warps. For the one warp
+  // that finishes the tile.
+  __device__ __forceinline__ Totals collect(bool is_pair) {
+    const int tile = deposits - 1;
+    patience.wait(kWaitWarps, [&] { return barrier_try_wait(&shared.deposited[tile & 1], tile >> 1 & 1); });
+    Totals totals;
+    float2 sum = make_float2(0, 0);
+#pragma unroll 4
+    for (int w = 0; w < kConsumerWarps; w++) {
+      const Deposit<ROWS>& deposit = shared.deposits[tile & 1][w];
+      const int pair = min(j, Deposit<ROWS>::kPairs - 1);
+      add(totals.first, deposit.sums[0][i][pair]);
+      if (is_pair) add(totals.second, deposit.sums[1][i][pair]);
+      const float2 squares = *reinterpret_cast<const float2*>(&deposit.squares[2 * j]);
+      sum.x += squares.x, sum.y += squares.y;
     }
     __syncwarp();
+    if (lane == 0) barrier_arrive(&shared.collected[tile & 1]);
+    totals.inverse_rms = make_float2(rsqrtf(sum.x / (kHiddenTiles * 16) + kNormEpsilon), rsqrtf(sum.y / (kHiddenTiles * 16) + kNormEpsilon));
+    return totals;
+  }
+  // This warp's part of a tile that multiplies the layer input, or of a gate tile and its up tile.
+  __device__ __forceinline__ void multiply_layer_input(int first_chunk, const Slicing& slicing, bool is_pair) {
+    Accumulator sums;
+    const Slice slice = slice_of(slicing, warp);
+    const uint32_t* values = &shared.layer_input[warp * kInputSlice][min(i, ROWS - 1)][2 * j];
+    if (is_pair) multiply_slice<2, ROWS * kWordsPerParcel>(sums, ring, first_chunk, slice, 0, slice.size, values, false);
+    else multiply_slice<1, ROWS * kWordsPerParcel>(sums, ring, first_chunk, slice, 0, slice.size, values, false);
+    Deposit<ROWS>& deposit = open_deposit();
+    float4 first = sums.total_of_pair(0);
+    const float4 second = sums.total_of_pair(1);
+    if (!is_pair) add(first, second);
+    if (j < Deposit<ROWS>::kPairs) {
+      if (is_pair) deposit.sums[1][i][j] = second;
+      deposit.sums[0][i][j] = first;
+    }
+    if (lane < 8) deposit.squares[lane] = shared.slice_squares[warp][lane];
+    close_deposit();
+  }
+
+  // STAGE: brings this warp's slice of a layer's input to shared memory. Owners send it as x * norm weight; the norm's
+  // other factor, 1 / rms(x), is applied to each product, so nothing waits for the sum of squares.
+  __device__ __forceinline__ void stage(const Entry& entry) {
+    constexpr int kRowLoads = (kInputSlice * kParcelPackets + 31) / 32, kRowsAtOnce = max_of(1, 8 / kRowLoads) < ROWS ? max_of(1, 8 / kRowLoads) : ROWS;
+    const int first = warp * kInputSlice, end = min(first + kInputSlice, kHiddenTiles);
+#pragma unroll 1
+    for (int base = 0; base < ROWS; base += kRowsAtOnce) {
+      float squares[kRowsAtOnce][kRowLoads] = {};
+      gather_packets<kRowsAtOnce * kRowLoads>(
+          patience, epoch(entry.layer),
+          [&](int u) {
+            const int row = base + u / kRowLoads, tile = first + u % kRowLoads * 8 + i;
+            return tile < end && row < step.rows ? layer_input_packet(entry.layer, tile, row) + j : -1;
+          },
+          [&](int u, uint4 packet) {
+            const int row = base + u / kRowLoads, tile = first + u % kRowLoads * 8 + i;
+            *reinterpret_cast<uint2*>(&shared.layer_input[tile][row][2 * j]) = make_uint2(packet.x, packet.y);
+            squares[u / kRowLoads][u % kRowLoads] = __uint_as_float(packet.z);
+          });
+#pragma unroll
+      for (int row = 0; row < kRowsAtOnce; row++) {
+        float sum = 0;
+#pragma unroll
+        for (int u = 0; u < kRowLoads; u++) sum += squares[row][u];
+#pragma unroll
+        for (int offset = 16; offset; offset /= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
+        if (lane == 0) shared.slice_squares[warp][base + row] = sum;
+      }
+    }
+    __syncwarp();
+    if (lane == 0) store_release(&shared.begun_layers[warp], entry.layer + 1);
     if (entry.layer < kLayers && kLayerTable[entry.layer].routed) routed_layers++;
   }
 
-  // Sends an owned tile's residual rows to all SMs as a layer's input. Warp 0 only.
+  // Sends an owned tile's residual rows to all SMs as a layer's input. For one warp.
   __device__ __forceinline__ void publish(int layer, int tile, float4 x, uint32_t norm_words) {
     const float weight[2] = {bf16_low(norm_words), bf16_high(norm_words)};
-    float squares[2] = {x.x * x.x + x.z * x.z, x.y * x.y + x.w * x.w};
-#pragma unroll
-    for (int offset = 4; offset < 32; offset *= 2) {
-      squares[0] += __shfl_xor_sync(kAllLanes, squares[0], offset);
-      squares[1] += __shfl_xor_sync(kAllLanes, squares[1], offset);
-    }
-    parcels().put(step.rows, pack_bf16(x.x * weight[0], x.z * weight[1]), pack_bf16(x.y * weight[0], x.w * weight[1]));
-    if (i == 0 && 2 * j < step.rows) parcels().put_extra(2 * j, squares[0]);
-    if (i == 0 && 2 * j + 1 < step.rows) parcels().put_extra(2 * j + 1, squares[1]);
-    parcels().send(step, step.rows, epoch(layer), [&](int row) { return layer_input_packet(layer, tile, row); });
+    // Of the packet that this lane sends: its own values' and its neighbour's.
+    const float even = x.x * x.x + x.z * x.z, odd = x.y * x.y + x.w * x.w;
+    const float squares = (i & 1 ? odd : even) + __shfl_xor_sync(kAllLanes, i & 1 ? even : odd, 4);
+    send_parcels(step, pack_bf16(x.x * weight[0], x.z * weight[1]), pack_bf16(x.y * weight[0], x.w * weight[1]), squares, epoch(layer),
+                 [&](int row) { return layer_input_packet(layer, tile, row); });
   }
   // The norm weights that publish(layer, tile) needs, two to a lane.
   __device__ __forceinline__ uint32_t norm_words(int layer, int tile) const {
@@ -116,7 +153,7 @@ struct Consumer {
 
   // EMBED: the residual rows of an owned tile begin as columns of the tokens' embeddings.
   __device__ __forceinline__ void embed(const Entry& entry) {
-    if (warp != 0) return;
+    if (!takes(entry, 0)) return;
     uint32_t word[2] = {0, 0};
 #pragma unroll
     for (int c = 0; c < 2; c++) {

@@ -1,43 +1,43 @@
 // The kernel: one block on each SM for the whole step. Eight consumer warps work through the SM's program, one producer
-// warp streams for them, and up to three routing warps choose experts.
+// warp streams for them, and three helper warps choose experts and merge attention splits.
 #pragma once
 #include "producer.cuh"
-#include "routing.cuh"
+#include "helper.cuh"
+#include "tasks_attention.cuh"
+#include "tasks_owner.cuh"
+#include "tasks_products.cuh"
 
 namespace mkc {
 
-constexpr int kProducerWarp = kConsumerWarps, kFirstRoutingWarp = kConsumerWarps + 1;
+constexpr int kProducerWarp = kConsumerWarps, kFirstHelperWarp = kConsumerWarps + 1;
 
-__host__ __device__ constexpr int threads_of(int rows) { return (kConsumerWarps + 1 + routing_warps(rows)) * 32; }
+// Consumer warps are two groups of four, the other warps a third: groups trade registers. Three groups of a thread count
+// that the SM has registers for may use 168 each; the third needs fewer and leaves the rest to the first two.
+constexpr int kThreads = (kConsumerWarps + 1 + kHelperWarps) * 32;
+constexpr int kConsumerRegisters = 208, kOtherRegisters = 88;
+static_assert(2 * (kConsumerRegisters - 168) <= 168 - kOtherRegisters, "the third group gives less than the others take");
 
 template <int ROWS, int SLOTS>
 __device__ __forceinline__ void consume(const Step& step, SharedMemory<ROWS, SLOTS>& shared) {
   Patience patience(step);
   RingConsumer<ROWS, SLOTS> ring{shared, patience};
   Consumer<ROWS, SLOTS> self(step, shared, patience, ring);
-  const uint2* program = step.programs + size_t(blockIdx.x) * step.program_pitch;
-  const int lane = threadIdx.x % 32;
-  uint2 words = program[lane];  // 32 entries at a time, the next 32 on their way
-  uint2 next_words = 32 + lane < step.program_pitch ? program[32 + lane] : make_uint2(END, 0);
-  for (int index = 0;; index++) {
-    if (index && index % 32 == 0) {
-      words = next_words;
-      next_words = index + 32 + lane < step.program_pitch ? program[index + 32 + lane] : make_uint2(END, 0);
-    }
-    const Entry entry = decode_entry(make_uint2(__shfl_sync(kAllLanes, words.x, index % 32), __shfl_sync(kAllLanes, words.y, index % 32)));
+  Program program(step);
+  while (true) {
+    const Entry entry = self.begin(program.next());
     switch (entry.kind) {
-      case EMBED: self.embed(self.begin(entry)); break;
-      case STAGE: self.stage(self.begin(entry)); break;
-      case ROUTER: route_tile(self, self.begin(entry)); break;
-      case QKV: qkv_tile(self, self.begin(entry)); break;
-      case ATTENTION: attention(self, self.begin(entry)); break;
-      case FFN_UP: ffn_up(self, self.begin(entry)); break;
-      case MERGE: merge(self, self.begin(entry)); break;
-      case OUT: out_tile(self, self.begin(entry)); break;
-      case FFN_DOWN: ffn_down(self, self.begin(entry)); break;
-      case RESIDUAL: residual(self, self.begin(entry)); break;
-      case HEAD: head_tiles(self, self.begin(entry)); break;
-      case SAMPLE: sample(self, self.begin(entry)); break;
+      case EMBED: self.embed(entry); break;
+      case STAGE: self.stage(entry); break;
+      case ROUTER:
+      case QKV:
+      case FFN_UP:
+      case HEAD: products(self, entry); break;
+      case ATTENTION: attention(self, entry); break;
+      case MERGE: break;  // for the helper warps
+      case OUT:
+      case FFN_DOWN: add_products(self, entry); break;
+      case RESIDUAL: residual(self, entry); break;
+      case SAMPLE: sample(self, entry); break;
       case END: return;
     }
   }
@@ -57,24 +57,37 @@ __device__ __forceinline__ void decode_step(const Step& step) {
   const int warp = threadIdx.x / 32;
   if (threadIdx.x < SLOTS) {
     barrier_init(&shared.full[threadIdx.x], 1);
-    barrier_init(&shared.empty[threadIdx.x], 1);
+    barrier_init(&shared.empty[threadIdx.x], kConsumerWarps);
+    barrier_init_fence();
+  }
+  if (threadIdx.x >= 32 && threadIdx.x < 34) {
+    barrier_init(&shared.deposited[threadIdx.x - 32], kConsumerWarps);
+    barrier_init(&shared.collected[threadIdx.x - 32], 1);
     barrier_init_fence();
   }
   if (threadIdx.x >= 64 && threadIdx.x < 64 + ROWS) {
     const int row = threadIdx.x - 64;
     shared.position[row] = row < step.rows && step.active[row] ? step.positions[row] : kIdleRow;
   }
-  if (threadIdx.x == 96) shared.issued = shared.routed_layers = shared.staged_layers = shared.streamed_layers = 0;
+  if (threadIdx.x >= 96 && threadIdx.x <= 96 + kConsumerWarps) shared.begun_layers[threadIdx.x - 96] = 0;
+  if (threadIdx.x >= 128 && threadIdx.x < 128 + kConsumerWarps) shared.lent[threadIdx.x - 128] = shared.taken[threadIdx.x - 128] = 0;
+  if (threadIdx.x >= 192 && threadIdx.x < 192 + kConsumerWarps * 8) shared.best[threadIdx.x / 8 - 24][threadIdx.x % 8] = make_float2(-infinity(), __int_as_float(0x7fffffff));
+  if (threadIdx.x == 160) shared.issued = shared.routed_layers = 0;
   __syncthreads();
   if (threadIdx.x == 0) fill_dense_table(shared.routing[kDenseTable], shared.position, step.rows);
-  for (int n = threadIdx.x; n < step.rows * kHeadTiles * 8; n += threads_of(ROWS)) {
+  for (int n = threadIdx.x; n < step.rows * kHeadTiles * 8; n += kThreads) {
     const int row = n / (kHeadTiles * 8), pair = n % (kHeadTiles * 8);
     shared.rotation[row][pair] = rotation_of(max(shared.position[row], 0), kInverseFrequencies[pair]);
   }
   __syncthreads();
-  if (warp < kConsumerWarps) consume(step, shared);
-  else if (warp == kProducerWarp) produce(step, shared);
-  else route(step, shared, warp - kFirstRoutingWarp);
+  if (warp < kConsumerWarps) {
+    take_registers<kConsumerRegisters>();
+    consume(step, shared);
+  } else {
+    give_registers<kOtherRegisters>();
+    if (warp == kProducerWarp) produce(step, shared);
+    else help(step, shared, warp - kFirstHelperWarp);
+  }
 }
 
 }  // namespace mkc

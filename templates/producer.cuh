@@ -3,13 +3,11 @@
 #pragma once
 #include "ring.cuh"
 #include "rules.cuh"
-#include "tasks_attention.cuh"
-#include "tasks_owner.cuh"
-#include "tasks_products.cuh"
 
 namespace mkc {
 
-// Block ids of a run of pages, 32 at a time: the next 32 are on their way while these are used.
+// Block ids of a run of pages, 32 at a time: the next 32 are on their way while these are used. Nothing waits for the
+// first ones before they are used.
 struct PageIds {
   const int* table;
   int first, end, lane, current = 0, next = 0;
@@ -25,76 +23,89 @@ struct PageIds {
   }
 };
 
+constexpr int kFirstPages = 4;  // of a split, whose blocks are looked up before the split's turn
+
+// The blocks of the first pages of this SM's splits: lane 4r + p gets that of page p of row r's split. Called before
+// another entry's chunks are sent for, so that the lookup costs no time.
+template <int ROWS, int SLOTS>
+__device__ __forceinline__ int first_blocks(const Step& step, const SharedMemory<ROWS, SLOTS>& shared, const Layer& layer, int rank, int lane) {
+  const KvGroup& group = step.kv[layer.kv_group];
+  int block = 0;
+  for_attention_units(rank, shared.position, step.rows, layer.window, [&](const AttentionUnit& unit) {
+    const int page = unit.page + lane % kFirstPages;
+    if (lane / kFirstPages == unit.row && page < unit.end_page) block = group.table[unit.row * group.pitch + page];
+  });
+  return block;
+}
+
+// Sends for the pages of this SM's splits, each in chunks of K and V in turn.
+template <int ROWS, int SLOTS>
+__device__ __forceinline__ void send_pages(const Step& step, SharedMemory<ROWS, SLOTS>& shared, RingProducer<ROWS, SLOTS>& ring, const Layer& layer, int rank, int blocks, int lane) {
+  const KvGroup& group = step.kv[layer.kv_group];
+  for_attention_units(rank, shared.position, step.rows, layer.window, [&](const AttentionUnit& unit) {
+    PageIds more_blocks(group.table + unit.row * group.pitch, unit.page + kFirstPages, unit.end_page);
+    const ChunkSpan chunks = chunk_span(unit, shared.position[unit.row], layer.window);
+#pragma unroll 1
+    for (int chunk = 2 * chunks.begin; chunk < 2 * chunks.end; chunk++) {
+      const int first = chunk / 2 * kChunkTokens, page = first / kPageTokens, index = page - unit.page;
+      const int block = index < kFirstPages ? __shfl_sync(kAllLanes, blocks, unit.row * kFirstPages + index) : more_blocks[page];
+      const uint8_t* address = page_address(step, layer, block, unit.kv_head, chunk % 2);
+      if (lane == 0) ring.issue(address + first % kPageTokens / 16 * (kHeadTiles * kFragmentBytes), kTileChunk * kHeadTiles * kFragmentBytes);
+    }
+  });
+}
+
 template <int ROWS, int SLOTS>
 __device__ __forceinline__ void produce(const Step& step, SharedMemory<ROWS, SLOTS>& shared) {
   Patience patience(step);
   RingProducer<ROWS, SLOTS> ring{shared, patience};
-  const uint2* program = step.programs + size_t(blockIdx.x) * step.program_pitch;
+  Program program(step);
   const int lane = threadIdx.x & 31;
-  int routed_layers = 0;
-  uint2 words = program[lane];  // 32 entries at a time, the next 32 on their way
-  uint2 next_words = 32 + lane < step.program_pitch ? program[32 + lane] : make_uint2(END, 0);
-  for (int index = 0;; index++) {
-    if (index && index % 32 == 0) {
-      words = next_words;
-      next_words = index + 32 + lane < step.program_pitch ? program[index + 32 + lane] : make_uint2(END, 0);
-    }
-    const Entry entry = decode_entry(make_uint2(__shfl_sync(kAllLanes, words.x, index % 32), __shfl_sync(kAllLanes, words.y, index % 32)));
-    patience.entry = entry;
+  int routed_layers = 0, blocks = 0;
+  while (true) {
+    const uint32_t word = program.next();
+    const Entry entry = decode_entry(word);
+    patience.begin(word);
     if (entry.kind == END) return;
-    if (entry.kind == HEAD) {
-      for (int tile = entry.tile; tile < kVocabularyTiles; tile += kSms)
-        ring.issue_fragments(step.arena + kHeadOffset + uint64_t(tile) * (kHiddenTiles * kFragmentBytes), kHiddenTiles);
+    const Layer& layer = kLayerTable[min(entry.layer, kLayers - 1)];
+    if (entry.kind == STAGE && entry.layer < kLayers) {
+      if (lane == 0) store_release(&shared.begun_layers[kConsumerWarps], entry.layer + 1);
+      if (layer.routed) routed_layers++;
+    }
+    const uint32_t next = program.peek();
+    if (decode_entry(next).kind == ATTENTION) blocks = first_blocks(step, shared, layer, decode_entry(next).tile, lane);
+    if (entry.kind == ATTENTION) {
+      // Its entry was not at hand when the one before was.
+      if (program.index == 1) blocks = first_blocks(step, shared, layer, entry.tile, lane);
+      send_pages(step, shared, ring, layer, entry.tile, blocks, lane);
       continue;
     }
-    if (entry.kind == EMBED || entry.kind == SAMPLE) continue;
-    if (entry.layer == kLayers) continue;  // STAGE before the head
-    const Layer& layer = kLayerTable[entry.layer];
-    const auto routing = [&]() -> const Routing<ROWS>& {
-      if (!layer.routed) return shared.routing[kDenseTable];
-      patience.wait(kWaitRouting, [&] { return load_acquire(&shared.routed_layers) >= routed_layers; });
-      return shared.routing[routed_layers & 1];
-    };
+    // All others stream tiles: `tiles` of them from `tile` on, `stride` apart, in a matrix of `rows_of_tiles`.
+    const bool is_ffn = entry.kind == FFN_UP || entry.kind == FFN_DOWN;
+    if (is_ffn && layer.routed) patience.wait(kWaitRouting, [&] { return load_acquire(&shared.routed_layers) >= routed_layers; });
+    const Routing<ROWS>& routing = shared.routing[is_ffn && layer.routed ? routed_layers & 1 : kDenseTable];
+    Slicing slicing = kRowSlicing;
+    const uint8_t* matrix = step.arena;
+    int tile = entry.tile, end = entry.tile + 1, stride = 1;
     switch (entry.kind) {
-      case STAGE:
-        if (lane == 0) store_release(&shared.streamed_layers, entry.layer + 1);
-        if (layer.routed) routed_layers++;
-        break;
-      case ROUTER: ring.issue_fragments(step.arena + layer.router + entry.tile * (kHiddenTiles * kFragmentBytes), kHiddenTiles); break;
-      case QKV: ring.issue_fragments(step.arena + layer.qkv + uint64_t(entry.tile) * (kHiddenTiles * kFragmentBytes), kHiddenTiles); break;
-      case OUT: ring.issue_fragments(step.arena + layer.out + uint64_t(entry.tile) * (kAttentionTiles * kFragmentBytes), kAttentionTiles); break;
-      case ATTENTION: {
-        const KvGroup& group = step.kv[layer.kv_group];
-        for_attention_units(entry.tile, shared.position, step.rows, layer.window, [&](const AttentionUnit& unit) {
-          PageIds blocks(group.table + unit.row * group.pitch, unit.page, unit.end_page);
-          const ChunkSpan chunks = chunk_span(unit, shared.position[unit.row], layer.window);
-          for (int chunk = chunks.begin; chunk < chunks.end; chunk++) {
-            const int first = chunk * kChunkTokens, block = blocks[first / kPageTokens];
-            const uint8_t* keys = page_address(step, layer, block, unit.kv_head, 0) + first % kPageTokens / 16 * (kHeadTiles * kFragmentBytes);
-            ring.issue(keys, kTileChunk * kHeadTiles * kFragmentBytes);
-            ring.issue(keys + kPageBytes, kTileChunk * kHeadTiles * kFragmentBytes);
-          }
-        });
-        break;
+      case ROUTER: matrix += layer.router; break;
+      case QKV: matrix += layer.qkv; break;
+      case FFN_UP: matrix += layer.gate_up, slicing = kGateUpSlicing, end = routing.active * layer.width_tiles, stride = kSms; break;
+      case OUT: matrix += layer.out, slicing = kOutSlicing, end = routing.active ? end : tile; break;
+      case FFN_DOWN: matrix += layer.down, slicing = slicing_of(layer.width_tiles, 1), end = tile + routing.active * kHiddenTiles, stride = kHiddenTiles; break;
+      case HEAD: matrix += kHeadOffset, end = kVocabularyTiles, stride = kSms; break;
+      default: end = tile; break;
+    }
+    const int tiles_of_expert = entry.kind == FFN_UP ? layer.width_tiles : kHiddenTiles;
+    int active = 0, begin = 0;  // the active expert of an FFN tile, and its first tile
+#pragma unroll 1
+    for (; tile < end; tile += stride) {
+      int place = tile;  // experts lie by their ids, and are walked by their place among the active ones
+      if (is_ffn) {
+        while (tile - begin >= tiles_of_expert) begin += tiles_of_expert, active++;
+        place = routing.expert[active] * tiles_of_expert + tile - begin;
       }
-      case FFN_UP: {
-        const Routing<ROWS>& chosen = routing();
-        const int tiles = chosen.active * layer.width_tiles;
-        for (int task = entry.tile; task < tiles; task += kSms) {
-          const uint64_t tile = uint64_t(chosen.expert[task / layer.width_tiles]) * layer.width_tiles + task % layer.width_tiles;
-          ring.issue_fragments(step.arena + layer.gate_up + tile * (2 * kHiddenTiles * kFragmentBytes), 2 * kHiddenTiles);
-        }
-        break;
-      }
-      case FFN_DOWN: {
-        const Routing<ROWS>& chosen = routing();
-        for (int active = 0; active < chosen.active; active++) {
-          const uint64_t tile = uint64_t(chosen.expert[active]) * kHiddenTiles + entry.tile;
-          ring.issue_fragments(step.arena + layer.down + tile * (layer.width_tiles * kFragmentBytes), layer.width_tiles);
-        }
-        break;
-      }
-      default: break;
+      if (lane == 0) ring.issue_tile(matrix + uint64_t(place) * (slicing.fragments * kFragmentBytes), slicing);
     }
   }
 }

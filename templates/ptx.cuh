@@ -11,9 +11,14 @@ namespace mkc {
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
-
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+// The same as a value that the compiler keeps in a register and does not work out anew at each use.
+__device__ __forceinline__ uint32_t kept_shared_address(const void* pointer) {
+  uint32_t address;
+  asm volatile("mov.u32 %0, %1;" : "=r"(address) : "r"(shared_address(pointer)));
+  return address;
 }
 
 // ---- barriers in shared memory --------------------------------------------------------------
@@ -23,20 +28,21 @@ __device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier, int arrivals = 1) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
-__device__ __forceinline__ void barrier_expect_bytes(uint64_t* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+__device__ __forceinline__ void barrier_expect_bytes(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 // Whether the phase of this parity has completed; may wait a little for it.
-__device__ __forceinline__ bool barrier_try_wait(uint64_t* barrier, uint32_t parity) {
+__device__ __forceinline__ bool barrier_try_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
       "{\n.reg .pred done;\nmbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
-      : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
   return done != 0;
 }
+__device__ __forceinline__ bool barrier_try_wait(uint64_t* barrier, uint32_t parity) { return barrier_try_wait(shared_address(barrier), parity); }
 template <int kBarrier>
 __device__ __forceinline__ void named_barrier_sync(int threads) {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "r"(threads) : "memory");
@@ -49,12 +55,20 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   return policy;
 }
 // Copies `bytes` (a multiple of 16) to shared memory and counts them on the barrier.
-__device__ __forceinline__ void bulk_copy(void* destination, const void* source, int bytes, uint64_t* barrier, uint64_t policy) {
+__device__ __forceinline__ void bulk_copy(uint32_t destination, const void* source, int bytes, uint32_t barrier, uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(shared_address(destination)),
-      "l"(source), "r"(bytes), "r"(shared_address(barrier)), "l"(policy) : "memory");
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(destination),
+      "l"(source), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
-// Orders ordinary reads of a slot before the copy engine writes it again.
+
+// A lane's part of a fragment, read where it stands: read earlier, fragments would crowd out everything else.
+__device__ __forceinline__ uint4 load_fragment(const uint4* fragment) {
+  uint4 a;
+  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(a.x), "=r"(a.y), "=r"(a.z), "=r"(a.w) : "r"(shared_address(fragment)));
+  return a;
+}
+
+// Orders this thread's writes to a slot before those of the copy engine.
 __device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- words that warps of one block hand to each other ------------------------------------------
@@ -111,6 +125,12 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 __device__ __forceinline__ float bf16_low(uint32_t word) { return __uint_as_float(word << 16); }
 __device__ __forceinline__ float bf16_high(uint32_t word) { return __uint_as_float(word & 0xffff0000u); }
+
+// Registers of each thread of the four warps that call it together (128 threads from a multiple of 128 on).
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
 
 // The thread's number, as a value that the compiler takes to be new each time: what follows from it is worked out where
 // it is used, not kept in registers over the whole program.

@@ -10,37 +10,34 @@ __device__ __forceinline__ float unordered(uint32_t key) { return __uint_as_floa
 
 constexpr int kRouterLoads = max_of(1, (kRouterTiles * kRouterPackets + 31) / 32);
 
-// This lane's share of a row's logits: three of each packet it holds, as ordered keys; 0 stands for none.
+// This lane's share of a row's logits: two of each packet it holds, as ordered keys; 0 stands for none.
 struct LogitKeys {
-  uint32_t key[kRouterLoads * 3] = {};
+  uint32_t key[kRouterLoads * 2] = {};
 
-  __device__ __forceinline__ static int expert_of(int slot, int lane) {
-    const int packet = slot / 3 * 32 + lane, within = packet % kRouterPackets * 3 + slot % 3;
-    return within < 16 ? packet / kRouterPackets * 16 + within : kMaxExperts;
-  }
+  __device__ __forceinline__ static int expert_of(int slot, int lane) { return (slot / 2 * 32 + lane) * 2 + slot % 2; }
 };
 
 // One row's experts: the largest logits, ties to the lower id; their weights in order of id.
 template <int ROWS>
 __device__ __forceinline__ void choose_experts(Routing<ROWS>& table, int row, const LogitKeys& logits, int count) {
   const int lane = threadIdx.x & 31;
-  uint32_t left[kRouterLoads * 3];
+  uint32_t left[kRouterLoads * 2];
 #pragma unroll
-  for (int s = 0; s < kRouterLoads * 3; s++) left[s] = logits.key[s];
+  for (int s = 0; s < kRouterLoads * 2; s++) left[s] = logits.key[s];
   int expert = kMaxExperts;  // lane n keeps the n-th choice
   uint32_t key = 0;
   for (int n = 0; n < count; n++) {
     uint32_t best = 0;
     int best_expert = kMaxExperts;
 #pragma unroll
-    for (int s = 0; s < kRouterLoads * 3; s++) {
+    for (int s = 0; s < kRouterLoads * 2; s++) {
       const int id = LogitKeys::expert_of(s, lane);
       if (left[s] > best || (left[s] == best && left[s] && id < best_expert)) best = left[s], best_expert = id;
     }
     const uint32_t top = __reduce_max_sync(kAllLanes, best);
     const int winner = __reduce_min_sync(kAllLanes, uint32_t(best == top ? best_expert : kMaxExperts));
 #pragma unroll
-    for (int s = 0; s < kRouterLoads * 3; s++)
+    for (int s = 0; s < kRouterLoads * 2; s++)
       if (left[s] && LogitKeys::expert_of(s, lane) == winner) left[s] = 0;
     if (lane == n) expert = winner, key = top;
   }
@@ -73,11 +70,19 @@ __device__ __forceinline__ void list_active(Routing<ROWS>& table, int rows) {
     if (any >> lane & 1) {
       const int at = active + __popc(any & below);
       uint32_t members = 0;
+      int member = 0;  // members of experts before this one
+#pragma unroll
+      for (int row = 0; row < ROWS; row++) member += row_base[row] + __popc(chosen[row] & below);
+      table.first_member[at] = member;
 #pragma unroll
       for (int row = 0; row < ROWS; row++) {
-        const bool member = chosen[row] >> lane & 1;
-        members |= uint32_t(member) << row;
-        table.slot[at][row] = member ? row_base[row] + __popc(chosen[row] & below) : kMaxSlots;
+        const bool is_member = chosen[row] >> lane & 1;
+        const int slot = row_base[row] + __popc(chosen[row] & below);
+        table.slot[at][row] = is_member ? slot : kMaxSlots;
+        if (!is_member) continue;
+        members |= 1u << row;
+        table.member_row[member] = row, table.member_slot[member] = slot;
+        member++;
       }
       table.expert[at] = w * 32 + lane;
       table.rows[at] = members;
@@ -86,60 +91,29 @@ __device__ __forceinline__ void list_active(Routing<ROWS>& table, int rows) {
 #pragma unroll
     for (int row = 0; row < ROWS; row++) row_base[row] += __popc(chosen[row]);
   }
-  if (lane == 0) table.active = active;
+  if (lane == 0) {
+    int members = 0;
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) members += row_base[row];
+    table.active = active, table.first_member[active] = members;
+  }
 }
 
 // A dense FFN is one matrix that every live row uses with weight 1.
 template <int ROWS>
 __device__ __forceinline__ void fill_dense_table(Routing<ROWS>& table, const int (&position)[ROWS], int rows) {
-  table.active = 0, table.expert[0] = 0, table.rows[0] = 0;
+  table.active = 0, table.expert[0] = 0, table.rows[0] = 0, table.first_member[0] = 0;
+  int members = 0;
   for (int row = 0; row < ROWS; row++) {
     const bool live = row < rows && position[row] != kIdleRow;
     table.slot[0][row] = live ? 0 : kMaxSlots;
     table.weight[row][0] = 1.0f;
-    if (live) table.active = 1, table.rows[0] |= 1 << row;
+    if (!live) continue;
+    table.active = 1, table.rows[0] |= 1 << row;
+    table.member_row[members] = row, table.member_slot[members] = 0;
+    members++;
   }
-}
-
-// Routing warps of an entry point: at most three, which makes twelve warps: every thread may have 168 registers.
-__host__ __device__ constexpr int routing_warps(int rows) { return rows < 3 ? rows : 3; }
-
-template <int ROWS, int SLOTS>
-__device__ __forceinline__ void route(const Step& step, SharedMemory<ROWS, SLOTS>& shared, int warp) {
-  constexpr int kWarps = routing_warps(ROWS);
-  Patience patience(step);
-  const int lane = threadIdx.x & 31;
-  int routed_layers = 0;
-  for (int index = 0; index < kLayers; index++) {
-    const Layer& layer = kLayerTable[index];
-    if (!layer.routed) continue;
-    routed_layers++;
-    Routing<ROWS>& table = shared.routing[routed_layers & 1];
-    for (int row = warp; row < step.rows; row += kWarps) {
-      patience.entry = Entry{ROUTER, 0, index, row};
-      LogitKeys logits;
-      const bool live = shared.position[row] != kIdleRow;
-      if (live)
-        gather_packets<kRouterLoads>(
-            patience, step.epoch + index, [&](int n) { return n < (layer.experts + 15) / 16 * kRouterPackets ? router_packet(index, row, 0) + n : -1; },
-            [&](int n, uint4 packet) {
-              const uint32_t word[3] = {packet.x, packet.y, packet.z};
-#pragma unroll
-              for (int s = 0; s < kRouterLoads * 3; s++)
-                if (n / 32 == s / 3 && LogitKeys::expert_of(s, lane) < layer.experts) logits.key[s] = max(1u, ordered(word[s % 3]));
-            });
-      // This table was last used two routed layers ago: everyone on this SM must be past that layer.
-      patience.wait(kWaitStage, [&] { return load_acquire(&shared.staged_layers) >= index && load_acquire(&shared.streamed_layers) >= index; });
-      choose_experts(table, row, logits, live ? layer.slots : 0);
-    }
-    if (kWarps > 1) named_barrier_sync<2>(32 * kWarps);
-    else __syncwarp();
-    if (warp == 0) {
-      list_active(table, step.rows);
-      __syncwarp();
-      if (lane == 0) store_release(&shared.routed_layers, routed_layers);
-    }
-  }
+  table.first_member[1] = members;
 }
 
 }  // namespace mkc

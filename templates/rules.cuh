@@ -24,7 +24,8 @@ struct AttentionUnit {
   bool is_last;  // holds the new token
 };
 
-// K and V are streamed in chunks of whole 16-token tiles, K and V of the same tokens in turn.
+// K and V are streamed in chunks of whole 16-token tiles, K and V of the same tokens in turn. Consumer warps take such
+// pairs of chunks in turn.
 constexpr int kTileChunk = kChunkFragments / kHeadTiles < kPageTokens / 16 ? kChunkFragments / kHeadTiles : kPageTokens / 16;
 constexpr int kChunkTokens = kTileChunk * 16;
 static_assert(kTileChunk > 0 && kPageTokens % kChunkTokens == 0, "a page must be whole chunks of whole token tiles");
@@ -42,20 +43,15 @@ __device__ __forceinline__ ChunkSpan chunk_span(const AttentionUnit& unit, int p
 // ranks, each row going on where the last one ended; a rank has at most one split of a row.
 template <int ROWS, class Visit>
 __device__ __forceinline__ void for_attention_units(int rank, const int (&position)[ROWS], int rows, int window, Visit visit) {
-  int base = 0;
   for (int row = 0; row < rows; row++) {
-    const int splits = split_count(position[row], window);
-    const int unit = (rank + kSms - base) % kSms;
-    base = (base + kKvHeads * splits) % kSms;
+    const int splits = split_count(position[row], window), unit = rank;
+    rank -= kKvHeads * splits;  // counted from the rank that the next row begins with
+    if (rank < 0) rank += kSms;
     if (unit >= kKvHeads * splits) continue;
     const PageSpan span = page_span(position[row], window);
     const int kv_head = unit / splits, split = unit % splits;
     visit(AttentionUnit{row, kv_head, split, span.first + split * span.count / splits, span.first + (split + 1) * span.count / splits, split == splits - 1});
   }
 }
-
-// The consumer warp that adds a chunk of an expert's down tile: by the expert's id, not by its place among the active
-// ones, so that a row's sum is formed in the same order whatever the other rows chose.
-__device__ __forceinline__ int ffn_down_warp(int expert, int chunk, int chunks) { return (expert * chunks + chunk) % kConsumerWarps; }
 
 }  // namespace mkc

@@ -17,18 +17,16 @@ constexpr int kMaxExperts = 128;
 constexpr int kMaxSlots = 8;
 constexpr int kIdleRow = -1;  // the position of a row that takes no part in the step
 
-constexpr __host__ __device__ int chunks_of(int fragments) { return (fragments + kChunkFragments - 1) / kChunkFragments; }
-
 // Kinds of program entry; the numbers are the format of the program table.
 enum EntryKind : uint32_t { END, EMBED, STAGE, ROUTER, QKV, ATTENTION, FFN_UP, MERGE, OUT, FFN_DOWN, RESIDUAL, HEAD, SAMPLE };
 
-// One entry of an SM's program. `warp` is the consumer warp of its first task; the next tasks follow round robin.
+// One entry of an SM's program. `warp` is the consumer warp that finishes its first task; the next tasks follow round robin.
 struct Entry {
   EntryKind kind;
   int warp, layer, tile;
 };
-__device__ __forceinline__ Entry decode_entry(uint2 word) {
-  return {EntryKind(word.x & 0xff), int(word.x >> 8 & 0xff), int(word.x >> 16), int(word.y)};
+__device__ __forceinline__ Entry decode_entry(uint32_t word) {
+  return {EntryKind(word & 0xf), int(word >> 4 & 0x7), int(word >> 7 & 0xff), int(word >> 15)};
 }
 
 // The pages of the layers that share an attention window. table[row * pitch + page] is a block of the pool.
@@ -41,7 +39,7 @@ struct KvGroup {
 struct Step {
   const uint8_t* arena;    // packed weights
   uint4* packets;
-  const uint2* programs;   // [sm][pitch]
+  const uint32_t* programs;  // [sm][pitch] entries, END after the last
   KvGroup kv[kKvGroups];
   int* tokens;             // [row] in: the token to feed; out: the token chosen
   int* positions;          // [row] in: the fed token's position; out: one more
@@ -51,34 +49,68 @@ struct Step {
   int* emitted;            // [row] this step's tokens, -1 for idle rows
   float* logits;           // [row][vocabulary]
   float* layer_outputs;    // [layer][row][hidden], or null
-  uint64_t* fault;         // the first wait that ran past the limit, see Patience::report; 0 if none did
+  uint64_t* fault;         // the first wait that ran past the limit, see Patience::begin; 0 if none did
   uint32_t epoch;          // of this step's first packets; one more for each layer
   int program_pitch, rows, stop_count;
   uint32_t poll_limit;     // of one wait
   int free_run;            // 1: every wait for packets is answered at once, to measure the card's ceiling
 };
 
-enum WaitCode { kWaitPackets = 1, kWaitChunk = 2, kWaitSlot = 3, kWaitRouting = 4, kWaitStage = 5 };
+// An SM's program as one warp reads it: lane l holds entry l of 32, and of the next 32, which are on their way meanwhile.
+struct Program {
+  const uint32_t* entries;
+  int end, index = 0;
+  uint32_t words, next_words;
 
-// Waits that end: past the limit the wait is reported, and this warp waits no more.
+  __device__ explicit Program(const Step& step) : entries(step.programs + size_t(blockIdx.x) * step.program_pitch), end(step.program_pitch) {
+    words = load(0), next_words = load(32);
+  }
+  __device__ __forceinline__ uint32_t load(int first) const {
+    const int at = first + fresh_thread_index() % 32;
+    return at < end ? entries[at] : uint32_t(END);
+  }
+  // The entry after the one given out last, where this warp has it at hand; END otherwise.
+  __device__ __forceinline__ uint32_t peek() const { return index < 32 ? __shfl_sync(kAllLanes, words, index) : uint32_t(END); }
+  // The next entry, still encoded.
+  __device__ __forceinline__ uint32_t next() {
+    if (index == 32) {
+      index = 0, entries += 32, end -= 32;
+      words = next_words, next_words = load(32);
+    }
+    return __shfl_sync(kAllLanes, words, index++);
+  }
+};
+
+// A page of K or of V.
+__device__ __forceinline__ uint8_t* page_address(const Step& step, const Layer& layer, int block, int kv_head, int is_value) {
+  return step.kv[layer.kv_group].pool + uint64_t(block) * layer.kv_block_bytes + layer.kv_offset + (kv_head * 2 + is_value) * kPageBytes;
+}
+
+enum WaitCode { kWaitPackets = 1, kWaitChunk = 2, kWaitSlot = 3, kWaitRouting = 4, kWaitStage = 5, kWaitWarps = 6, kReported = -1 };
+
+// Waits that end: past the limit this warp waits no more, and says so when it begins its next entry.
 struct Patience {
   const Step& step;
-  Entry entry{};
-  bool over = false;
+  uint32_t entry = 0;  // the one at hand, encoded
+  int given_up = 0;    // what it waited for too long, or kReported
 
   __device__ explicit Patience(const Step& s) : step(s) {}
+  __device__ __forceinline__ bool over() const { return given_up != 0; }
 
   // Calls ready() until it holds. ready() must give the same answer to the whole warp.
   template <class Ready>
   __device__ __forceinline__ void wait(int code, Ready ready) {
-    for (uint32_t polls = 0; !over && !ready();)
-      if (++polls > step.poll_limit) over = true, report(code);
+    for (uint32_t polls = 0; !over() && !ready();)
+      if (++polls > step.poll_limit) given_up = code;
   }
-  // code | kind << 4 | warp << 8 | sm << 16 | layer << 28 | tile << 40, in one word so that the first report stays whole.
-  __device__ __forceinline__ void report(int code) {
-    const int thread = fresh_thread_index();
-    const uint64_t where = uint64_t(code | entry.kind << 4 | thread / 32 << 8) | uint64_t(blockIdx.x) << 16 | uint64_t(entry.layer) << 28 | uint64_t(entry.tile) << 40;
-    if (thread % 32 == 0) atomicCAS(step.fault, 0ull, where);
+  // Turns to the next entry. A fault is one word, so that the first stays whole: entry | code << 32 | warp << 36 | sm << 44.
+  __device__ __forceinline__ void begin(uint32_t next) {
+    if (given_up > 0) {
+      const int thread = fresh_thread_index();
+      if (thread % 32 == 0) atomicCAS(step.fault, 0ull, entry | uint64_t(given_up | thread / 32 << 4 | blockIdx.x << 12) << 32);
+      given_up = kReported;
+    }
+    entry = next;
   }
 };
 

@@ -1,91 +1,88 @@
-// Tasks of a residual tile's owner: the out projection and FFN down add to one sum, which never leaves the SM before it is whole and becomes the next
-// layer's input. All consumer warps share a tile, each taking some of its chunks along K.
+// Tasks of a residual tile's owner: the out projection and FFN down add to one sum, which never leaves the SM before it
+// is whole and becomes the next layer's input.
 #pragma once
 #include "consumer.cuh"
 
 namespace mkc {
 
-constexpr int kOutChunks = chunks_of(kAttentionTiles);
-
-// Brings `tiles` parcels each of `rows` rows to scratch as [tile][row][8 words]; address(tile, row) is a parcel's packet.
+// Brings `parcels` parcels to scratch, eight words each, one behind the other; address(parcel) is its first packet.
 template <class Warp, class Address>
-__device__ __forceinline__ void gather_values(Warp& self, int layer, int tiles, int rows, Address address) {
-  constexpr int kAtOnce = 6;
-  const int packets = tiles * rows * kParcelPackets;
-  uint32_t* words = self.scratch();
+__device__ __forceinline__ void gather_values(Warp& self, int layer, int parcels, Address address) {
+  constexpr int kAtOnce = 6, kParcelsAtOnce = kAtOnce * 32 / kParcelPackets;
+  uint32_t* words = self.scratch() + self.lane * 2;
   __syncwarp();
-  for (int base = 0; base < packets; base += kAtOnce * 32)
+#pragma unroll 1
+  for (int base = 0; base < parcels; base += kParcelsAtOnce)
     gather_packets<kAtOnce>(
         self.patience, self.epoch(layer),
-        [&](int n) {
-          const int parcel = (base + n) / kParcelPackets;
-          return base + n < packets ? address(parcel / rows, parcel % rows) + (base + n) % kParcelPackets : -1;
+        [&](int u) {
+          const int parcel = base + u * 8 + self.i;
+          return parcel < parcels ? address(parcel) + self.j : -1;
         },
-        [&](int n, uint4 packet) {
-          const int part = (base + n) % kParcelPackets;
-          uint32_t* word = words + (base + n) / kParcelPackets * kWordsPerParcel + part * 3;
-          word[0] = packet.x, word[1] = packet.y;
-          if (part < 2) word[2] = packet.z;
-        });
+        [&](int u, uint4 packet) { *reinterpret_cast<uint2*>(words + base * kWordsPerParcel + u * 64) = make_uint2(packet.x, packet.y); });
   __syncwarp();
 }
 
-// OUT: the out projection over the merged attention output of all heads.
+// OUT: the out projection of all live rows over the merged attention output of all heads. FFN_DOWN: for each active
+// expert, its down tile over the hidden values of its members, the rows that chose it; the expert's weight is in the
+// hidden values already, so all experts add to the same sum, in order of their ids. For OUT the "expert" is one that all
+// live rows chose, as it is for a dense FFN.
 template <class Warp>
-__device__ __forceinline__ void out_tile(Warp& self, const Entry& entry) {
-  const uint32_t norm_words = self.norm_words(entry.layer + 1, entry.tile);
-  Accumulator sums;
-  for (int chunk = self.warp; chunk < kOutChunks; chunk += kConsumerWarps) {
-    const int first = chunk * kChunkFragments, count = min(kAttentionTiles - first, kChunkFragments), rows = self.step.rows;
-    gather_values(self, entry.layer, count, rows, [&](int tile, int row) { return merged_packet(entry.layer, first + tile, row); });
-    const uint4* fragments = self.ring.wait(self.ring.next + chunk);
-    multiply_chunk<1>(sums, fragments, count, BatchFragments::of(self.scratch(), rows, self.i, self.i < rows), 0);
-    self.ring.release(self.ring.next + chunk);
-  }
-  self.shared_sum() = sums.total();
-  if (self.warp == 0 && self.j == 0) self.shared.norm_words[self.i] = norm_words;
-  self.ring.next += kOutChunks;
-}
-
-// FFN_DOWN: for each active expert, its down tile over the hidden values of the rows that chose it. The expert's weight
-// is in the hidden values already, so all experts add to the same sum.
-template <class Warp>
-__device__ __forceinline__ void ffn_down(Warp& self, const Entry& entry) {
+__device__ __forceinline__ void add_products(Warp& self, const Entry& entry) {
   const Layer& layer = kLayerTable[entry.layer];
-  const auto& routing = self.routing(layer);
-  const int chunks = chunks_of(layer.width_tiles);
+  const bool is_out = entry.kind == OUT;
+  const uint32_t norm_words = is_out ? self.norm_words(entry.layer + 1, entry.tile) : 0;
+  const auto& routing = is_out ? self.shared.routing[kDenseTable] : self.routing(layer);
+  const Slicing slicing = slicing_of(is_out ? kAttentionTiles : layer.width_tiles, 1);
+  const Slice slice = slice_of(slicing, self.warp);
+  // A parcel of hidden values, and of the merged attention output.
+  const int packets = is_out ? merged_packet(entry.layer, slice.begin, 0) : hidden_packet(entry.layer, 0, slice.begin);
+  const int row_pitch = is_out ? kParcelPackets : kHiddenParcels * kParcelPackets, block_pitch = is_out ? kMaxRows * kParcelPackets : kParcelPackets;
   Accumulator sums;
-  for (int active = 0; active < routing.active; active++) {
-    const uint32_t rows = routing.rows[active];
-    const int count_rows = __popc(rows), own = __popc(rows & ((1u << self.i) - 1));
-    const int expert = routing.expert[active];
-    for (int chunk = 0; chunk < chunks; chunk++) {
-      if (ffn_down_warp(expert, chunk, chunks) != self.warp) continue;
-      const int number = self.ring.next + active * chunks + chunk;
-      const int first = chunk * kChunkFragments, count = min(layer.width_tiles - first, kChunkFragments);
-      gather_values(self, entry.layer, count, count_rows, [&](int tile, int n) {
-        uint32_t left = rows;
-        for (; n > 0; n--) left &= left - 1;
-        const int row = __ffs(left) - 1;
-        return hidden_packet(entry.layer, row, routing.slot[active][row] * layer.width_tiles + first + tile);
+#pragma unroll 1
+  for (int active = 0, end; active < routing.active; active = end) {
+    // As many experts as scratch has room for; one at least, of which it may take a part of the slice at a time.
+    const int first_member = routing.first_member[active];
+    for (end = active + 1; end < routing.active && (routing.first_member[end + 1] - first_member) * slicing.slice <= Warp::kScratchParcels;) end++;
+    const int members = routing.first_member[end] - first_member, most = min(slicing.slice, Warp::kScratchParcels / members);
+    int from = 0;
+    do {
+      const int to = min(from + most, slice.size), count = to - from;
+      const float inverse_count = 1.0f / count;
+      gather_values(self, entry.layer, members * count, [&](int parcel) {
+        const int member = int((parcel + 0.5f) * inverse_count), block = from + parcel - member * count;
+        return packets + routing.member_row[first_member + member] * row_pitch + (routing.member_slot[first_member + member] * layer.width_tiles + block) * block_pitch;
       });
-      const uint4* fragments = self.ring.wait(number);
-      multiply_chunk<1>(sums, fragments, count, BatchFragments::of(self.scratch(), count_rows, own, rows >> self.i & 1), 0);
-      self.ring.release(number);
-    }
+#pragma unroll 1
+      for (int expert = active; expert < end; expert++) {
+        const uint32_t rows = routing.rows[expert];
+        const int own = routing.first_member[expert] - first_member + __popc(rows & ((1u << self.i) - 1));
+        const bool is_member = rows >> self.i & 1;
+        const uint32_t* values = self.shared.scratch[self.warp] + (is_member ? own * count * kWordsPerParcel : 0) + 2 * self.j;
+        multiply_slice<1, kWordsPerParcel>(sums, self.ring, self.ring.next + expert * slicing.chunks, slice, from, to, values, !is_member);
+      }
+      from = to;
+    } while (from < slice.size);
   }
-  add(self.shared_sum(), sums.total());
-  self.ring.next += routing.active * chunks;
+  self.ring.next += routing.active * slicing.chunks;
+  auto& deposit = self.open_deposit();
+  if (self.j < deposit.kPairs) {
+    float4 total = sums.total_of_pair(0), &sum = deposit.sums[0][self.i][self.j];
+    add(total, sums.total_of_pair(1));
+    if (!is_out) add(total, sum);
+    sum = total;
+  }
+  if (is_out && self.takes(entry, 0) && self.j == 0) self.shared.norm_words[self.i] = norm_words;
 }
 
 // RESIDUAL: the tile's sum is added to its residual rows and sent to all SMs as the next layer's input.
 template <class Warp>
 __device__ __forceinline__ void residual(Warp& self, const Entry& entry) {
-  const float4 sum = self.reduce_to_first_warp();
-  if (self.warp != 0) return;
+  self.close_deposit();
+  if (!self.takes(entry, 0)) return;
   float4& kept = self.shared.residual[entry.tile / kSms][self.lane];
   float4 x = kept;
-  add(x, sum);
+  add(x, self.collect(false).first);
   kept = x;
   self.publish(entry.layer + 1, entry.tile, x, self.shared.norm_words[self.i]);
   if (self.step.layer_outputs) {

@@ -9,6 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from mkc.api.cli import app
+from mkc.compiler.program import EntryKind, encode_programs
+from plan_damage import tiny_plan
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -50,3 +52,15 @@ def test_the_readme_begins_with_two_commands() -> None:
         assert command.startswith("python3 -m venv .venv && .venv/bin/pip install -q ")
     assert first.endswith("&& .venv/bin/mkc compile north_mini_code")
     assert second.endswith("&& .venv/bin/pytest -n auto")
+
+
+def test_the_page_on_formats_has_every_kind_and_packet_set() -> None:
+    page = (ROOT / "docs" / "format.md").read_text("utf-8")
+    for kind in EntryKind:
+        assert f"| {kind.value} {kind.name} |" in page
+    for packets in tiny_plan().layout.packet_sets:
+        row = f"| `{packets.name}` | {', '.join(packets.axes)} | {packets.packets} |"
+        assert row in page, row
+    word = re.search(r"kind \| [^.,\n]+", encode_programs.__doc__ or "")
+    assert word is not None
+    assert word[0] in page
