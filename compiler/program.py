@@ -15,6 +15,8 @@ import numpy.typing as npt
 
 from mkc.compiler.errors import LoweringError
 
+WARP_BITS, LAYER_BITS, TILE_BITS = 3, 8, 17  # of an entry's word, behind four for its kind
+
 
 class EntryKind(IntEnum):
     """Kinds of program entry; the numbers are the wire format.
@@ -62,7 +64,8 @@ def encode_programs(programs: Sequence[Sequence[Entry]]) -> npt.NDArray[np.uint3
     table = np.zeros((len(programs), pitch), dtype=np.uint32)
     for sm, program in enumerate(programs):
         for index, entry in enumerate(program):
-            if entry.warp >= 1 << 3 or entry.layer >= 1 << 8 or entry.tile >= 1 << 17:
+            fields = (entry.warp, WARP_BITS), (entry.layer, LAYER_BITS), (entry.tile, TILE_BITS)
+            if any(value >> bits for value, bits in fields):
                 raise LoweringError("MKC201", f"{entry} of SM {sm} does not fit an entry's 32 bits")
             table[sm, index] = entry.kind | entry.warp << 4 | entry.layer << 7 | entry.tile << 15
     return table

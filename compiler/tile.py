@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from mkc.compiler.errors import LoweringError
 from mkc.compiler.ops import ffn_matrices
+from mkc.compiler.program import LAYER_BITS
 from mkc.compiler.spec import ExpertFfn, ModelSpec
 from mkc.compiler.target import Target
 
@@ -115,6 +116,10 @@ def tile(spec: ModelSpec, target: Target, max_rows: int, chunk_fragments: int) -
     """
     if not 1 <= max_rows <= MAX_ROWS:
         raise LoweringError("MKC204", f"--max-batch {max_rows} is outside 1 to {MAX_ROWS}")
+    if len(spec.layers) >= 1 << LAYER_BITS:
+        raise LoweringError(
+            "MKC201", f"{len(spec.layers)} layers: a program can have {(1 << LAYER_BITS) - 1}"
+        )
     attention = spec.attention
     if attention.kv_heads > target.sms:
         raise LoweringError(

@@ -17,11 +17,11 @@ from mkc.compiler.place import (
     shared_bytes,
 )
 from mkc.compiler.plan import Plan
+from mkc.compiler.program import LAYER_BITS
 from mkc.compiler.proof import Property, VerifyError
 from mkc.compiler.tile import FRAGMENT_BYTES, FRAGMENT_EDGE, MERGE_DIMS, tile
 
 BULK_COPY_ALIGNMENT = 16
-LAYER_BITS = 16
 
 
 def check_memory(plan: Plan) -> list[Property]:

@@ -7,7 +7,7 @@ import pytest
 from mkc.compiler.errors import LoweringError
 from mkc.compiler.parse import load_model
 from mkc.compiler.plan import Options
-from mkc.compiler.program import EntryKind
+from mkc.compiler.program import Entry, EntryKind, encode_programs
 from mkc.compiler.spec import ExpertFfn, ModelSpec
 from mkc.compiler.target import load_target
 from mkc.compiler.verify import verify
@@ -74,6 +74,23 @@ def test_more_kv_heads_than_sms() -> None:
     with pytest.raises(LoweringError, match="2 KV heads do not fit 1 SMs") as error:
         make_plan(load_model("tiny"), 1, Options())
     assert error.value.code == "MKC201"
+
+
+def test_more_layers_than_an_entry_can_name() -> None:
+    tiny = load_model("tiny")
+    layer = tiny.layers[0]
+    with pytest.raises(LoweringError, match="256 layers: a program can have 255") as error:
+        make_plan(tiny.model_copy(update={"layers": (layer,) * 256}), 7, Options())
+    assert error.value.code == "MKC201"
+    plan = make_plan(tiny.model_copy(update={"layers": (layer,) * 255}), 2, Options(max_batch=1))
+    table = encode_programs(plan.programs)
+    assert int(table[0][len(plan.programs[0]) - 1]) == EntryKind.SAMPLE | 255 << 7
+
+
+def test_an_entry_that_does_not_fit_its_word() -> None:
+    for entry in (Entry(EntryKind.QKV, 256), Entry(EntryKind.QKV, 0, 1 << 17)):
+        with pytest.raises(LoweringError, match="does not fit an entry's 32 bits"):
+            encode_programs([[entry]])
 
 
 @pytest.mark.parametrize("name", ["", "h", "b200"])

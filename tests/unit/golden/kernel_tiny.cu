@@ -30,16 +30,16 @@ constexpr float kLogitScale = 1.0f;
 
 // ---- streaming: a fragment is 512 bytes --------------------------------------------------------
 constexpr int kChunkFragments = 32;
-constexpr int kWindowChunks = 4;  // chunks that one SM may have in flight
+constexpr int kWindowChunks = 6;  // that one SM may have in flight
 
 // ---- packets: first index of each set ----------------------------------------------------------
-constexpr int kLayerInputPackets = 0;  // [layer][tile][row] = [7][13][8], 3 each
-constexpr int kRouterLogitsPackets = 2184;  // [layer][row][tile] = [6][8][1], 6 each
-constexpr int kQkvPackets = 2472;  // [layer][tile][row] = [6][64][8], 3 each
-constexpr int kPartialsPackets = 11688;  // [buffer][row][head][part][split] = [2][8][12][2][66], 12 each
-constexpr int kMergedPackets = 315816;  // [layer][tile][row] = [6][48][8], 3 each
-constexpr int kHiddenPackets = 322728;  // [layer][row][parcel] = [6][8][6], 3 each
-constexpr int kCandidatesPackets = 323592;  // [row][sm] = [8][132], 1 each
+constexpr int kLayerInputPackets = 0;  // [layer][tile][row] = [7][13][8], 4 each
+constexpr int kRouterLogitsPackets = 2912;  // [layer][row][tile] = [6][8][1], 8 each
+constexpr int kQkvPackets = 3296;  // [layer][tile][row] = [6][64][8], 4 each
+constexpr int kPartialsPackets = 15584;  // [buffer][row][head][part][split] = [2][8][12][2][66], 12 each
+constexpr int kMergedPackets = 319712;  // [layer][tile][row] = [6][48][8], 4 each
+constexpr int kHiddenPackets = 328928;  // [layer][row][parcel] = [6][8][6], 4 each
+constexpr int kCandidatesPackets = 330080;  // [row][sm] = [8][132], 1 each
 constexpr int kHiddenParcels = 6;  // that a row may have in a layer
 
 // ---- weights and layers --------------------------------------------------------------------------
@@ -92,6 +92,7 @@ __constant__ float kInverseFrequencies[kHeadTiles * 8] = {
 // ==== producer.cuh ====================================================================================
 // ==== packets.cuh =====================================================================================
 // ==== routing.cuh =====================================================================================
+// ==== helper.cuh ======================================================================================
 // ==== multiply.cuh ====================================================================================
 // ==== consumer.cuh ====================================================================================
 // ==== tasks_attention.cuh =============================================================================
