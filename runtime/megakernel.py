@@ -169,7 +169,11 @@ class Megakernel:
         if word == 0:
             return
         self._fault.zero_()
-        kind, layer, tile = EntryKind(word & 0xF).name.lower(), word >> 7 & 0xFF, word >> 15 & 0x1FFFF
+        kind, layer, tile = (
+            EntryKind(word & 0xF).name.lower(),
+            word >> 7 & 0xFF,
+            word >> 15 & 0x1FFFF,
+        )
         code, warp, sm = word >> 32 & 0xF, word >> 36 & 0xFF, word >> 44
         raise KernelFault(
             "MKC604",
@@ -185,10 +189,10 @@ class Megakernel:
 
     def router_logits(self, rows: int) -> Tensor:
         """Float32 [layers, rows, experts] of the last step, NaN for dense layers, from packets."""
-        logits = self._read_packets("router_logits", torch.float32)  # layer, row, tile, 24
+        logits: Tensor = self._read_packets("router_logits", torch.float32)  # layer, row, tile, 24
         layers, max_rows, tiles, _ = logits.shape
-        logits = logits.unflatten(-1, (-1, 3))[..., :2].reshape(layers, max_rows, tiles * 16)
-        logits = logits[:, :rows].clone()
+        logits = logits.view(layers, max_rows, tiles, -1, 3)[..., :2]
+        logits = logits.reshape(layers, max_rows, tiles * 16)[:, :rows].clone()
         for layer, tiling in enumerate(self.plan.tiling.layers):
             if not tiling.routed:
                 logits[layer] = torch.nan
