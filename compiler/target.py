@@ -74,5 +74,10 @@ def load_target(name: str) -> Target:
         raise LoweringError("MKC202", f"target {name!r} is not well formed: {error}") from error
 
 
+def target_of_gpu(gpu: str) -> str | None:
+    """The name of the target for a GPU that the driver calls `gpu`."""
+    return next((name for name in target_names() if load_target(name).gpu == gpu), None)
+
+
 def _known() -> str:
     return "known targets: " + ", ".join(target_names())

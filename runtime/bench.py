@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
+
 from mkc.compiler.plan import Plan
 from mkc.compiler.traffic import step_bytes
 from mkc.runtime.megakernel import Megakernel
-from mkc.runtime.state import StepState
-from torch import Tensor
+from mkc.runtime.state import NO_BLOCK
 
 Routing = Literal["uniform", "correlated"]
 WARM_UP_STEPS = 5
+NO_LIMIT = 2**31 - 1
 QUEUE_CYCLES = 1_000_000  # half a millisecond
 
 
@@ -69,6 +71,11 @@ class Bench:
         self.state.eos_tokens = self.state.eos_tokens[:0]  # rows must not stop while timed
         self._random = torch.Generator(self.state.device).manual_seed(seed)
 
+    @staticmethod
+    def room(steps: int) -> int:
+        """Tokens that a row needs beyond its length."""
+        return 2 * WARM_UP_STEPS + steps
+
     def measure(
         self, lengths: Sequence[int], steps: int = 50, routing: Routing = "uniform"
     ) -> BenchPoint:
@@ -78,12 +85,15 @@ class Bench:
         afresh; with correlated routing all rows share token, K and V. Raises KernelFault if a wait
         in the kernel ran past its limit.
         """
+        if routing == "correlated" and len(set(lengths)) > 1:
+            raise ValueError("rows that share K and V have one length")
         batch = len(lengths)
-        self._start(lengths, routing)
+        self._prepare(lengths, steps, routing)
+        self._start(lengths)
         times, active = self._timed(batch, steps, routing)
-        self._start(lengths, routing)
+        self._start(lengths)
         queued = self._queued(batch, steps, routing)
-        self._start(lengths, routing)
+        self._start(lengths)
         self.kernel.free_run = True
         try:
             ceiling, _ = self._timed(batch, max(10, steps // 2), routing)
@@ -107,16 +117,25 @@ class Bench:
             active_experts=_mean_active(self.plan, active),
         )
 
-    def _start(self, lengths: Sequence[int], routing: Routing) -> None:
+    def _prepare(self, lengths: Sequence[int], steps: int, routing: Routing) -> None:
+        """Gives rows their pages, with random K and V in them; with correlated routing one row's
+        pages to all rows."""
         state = self.state
+        for table in state.page_tables:
+            table[1:][(table[1:] == table[0]).all(-1)] = NO_BLOCK  # shared, not theirs to release
         for row in range(state.max_rows):
-            state.active[row] = 0
+            state.release_row(row)
+        owners = 1 if routing == "correlated" else len(lengths)
+        for row, length in enumerate(lengths[:owners]):
+            state.allocate_row(row, length + self.room(steps))
+            state.fill_random_kv(row, length, self._random.initial_seed())
+        for table in state.page_tables:
+            table[owners : len(lengths)] = table[0]
+
+    def _start(self, lengths: Sequence[int]) -> None:
         for row, length in enumerate(lengths):
             start = max(0, length - 1 - WARM_UP_STEPS)
-            state.start_row(row, 0, start, state.max_pages * 64)
-        if routing == "correlated":
-            for table in state.page_tables:
-                table[1 : len(lengths)] = table[0]
+            self.state.start_row(row, 0, start, NO_LIMIT)
 
     def _feed(self, batch: int, routing: Routing) -> None:
         tokens = self.state.tokens[:batch]
@@ -152,7 +171,7 @@ class Bench:
             self.kernel.step(batch)
         after.record()
         torch.cuda.synchronize()
-        return before.elapsed_time(after) / steps
+        return float(before.elapsed_time(after)) / steps
 
 
 def count_active(plan: Plan, router_logits: Tensor) -> Tensor:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,18 +14,16 @@ import typer
 from mkc.api.commands.common import (
     CacheDirOption,
     JsonOption,
-    console,
     print_json,
     print_lines,
     print_table,
     size,
 )
+from mkc.api.commands.kernel import compiled_artifact, find_gpu, numbers, progress
 
 if TYPE_CHECKING:
-    from mkc.compiler.artifact import Artifact
-    from mkc.compiler.plan import Options, Plan
+    from mkc.compiler.plan import Plan
     from mkc.compiler.spec import ModelSpec
-    from mkc.compiler.target import Target
     from mkc.runtime.check import CheckReport, MakeExecutor
     from mkc.runtime.check_measure import Choices, Deviation
     from mkc.runtime.oracle import Oracle
@@ -91,13 +87,13 @@ def check_model(
     run in the interpreter. Errors are judged beside those of a bfloat16 reference; ends with 1 if a
     result is wrong.
     """
-    counts = _row_counts(rows)
+    counts = numbers(rows, "--rows", 8)
     if oracle not in ORACLES:
         raise typer.BadParameter(f"{oracle!r} is not one of {', '.join(ORACLES)}")
     from mkc.compiler.parse import load_model
 
     spec = load_model(model)
-    with _progress() as hear:
+    with progress() as hear:
         hear(0, 0, "plan")
         job = _gpu_job(spec, target, max(counts), cache_dir, seed, hear) if gpu else None
         job = job or _cpu_job(spec, target, max(counts), seed, hear)
@@ -119,20 +115,6 @@ class Job:
     make_executor: MakeExecutor
     executor: str
     device: str
-
-
-def _row_counts(text: str) -> list[int]:
-    """Numbers of rows from 1,4,8 or 1-8."""
-    counts: set[int] = set()
-    try:
-        for part in text.split(","):
-            first, _, last = part.partition("-")
-            counts |= set(range(int(first), int(last or first) + 1))
-    except ValueError:
-        counts = set()
-    if not counts or min(counts) < 1 or max(counts) > 8:
-        raise typer.BadParameter(f"{text!r} has to be numbers from 1 to 8", param_hint="--rows")
-    return sorted(counts)
 
 
 def _cpu_job(
@@ -199,17 +181,9 @@ def _gpu_job(
     import torch
 
     from mkc.compiler.plan import Options
-    from mkc.compiler.target import load_target
-    from mkc.runtime.megakernel import GpuError
 
-    if not torch.cuda.is_available():
-        raise GpuError("MKC602", "torch finds no GPU", "see `mkc doctor`")
-    name = torch.cuda.get_device_name()
-    chosen = target or _target_named(name)
-    if chosen is None:
-        raise GpuError("MKC602", f"no target file describes {name}", "name one with --target")
-
-    artifact = _artifact(spec, load_target(chosen), Options(max_batch=max_batch), cache_dir, hear)
+    name, chosen = find_gpu(target)
+    artifact = compiled_artifact(spec, chosen, Options(max_batch=max_batch), cache_dir, hear)
 
     from mkc.runtime.check import LOGIT_STD
     from mkc.runtime.megakernel import Megakernel
@@ -234,37 +208,6 @@ def _gpu_job(
 
 
 GUARD_BYTES = 1 << 20
-
-
-def _artifact(
-    spec: ModelSpec,
-    target: Target,
-    options: Options,
-    cache_dir: Path | None,
-    hear: Callable[[int, int, str], None],
-) -> Artifact:
-    """The compiled model, from the cache if it is there."""
-    from mkc.compiler import pipeline
-    from mkc.compiler.artifact import write_artifact
-    from mkc.compiler.cache import Cache, cache_key, default_cache_dir
-
-    cache = Cache(cache_dir or default_cache_dir())
-    key = cache_key(spec, target, options, ())
-    found = cache.find(key)
-    if found is not None:
-        return found
-    compiled = pipeline.compile_model(spec, target, options, lambda name: hear(0, 0, name))
-    with tempfile.TemporaryDirectory(prefix="mkc-check-") as scratch:
-        artifact = write_artifact(compiled, Path(scratch) / "artifact")
-        cache.store(key, artifact)
-        return artifact
-
-
-def _target_named(gpu: str) -> str | None:
-    """The target whose file names that GPU."""
-    from mkc.compiler.target import load_target, target_names
-
-    return next((name for name in target_names() if load_target(name).gpu == gpu), None)
 
 
 def _choose_oracle(wanted: str, job: Job) -> tuple[Oracle, str]:
@@ -325,25 +268,6 @@ def _run(
         seed,
         lambda done, what: hear(done, len(cases), what),
     )
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """Shows what runs and how much is left, on terminals only."""
-    screen = console(stderr=True)
-    if not screen.is_terminal:
-        yield lambda done, total, what: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=screen, transient=True) as bar:
-        task = bar.add_task("", total=None)
-
-        def hear(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total or None, description=what)
-
-        yield hear
 
 
 def _show(job: Job, oracle: str, note: str, report: CheckReport) -> None:

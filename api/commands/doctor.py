@@ -101,6 +101,8 @@ def _nvrtc() -> Finding:
 def _gpus() -> Iterator[Finding]:
     """The driver and each GPU, with the target that fits it."""
     no_driver = "needed to run, not to compile: install the NVIDIA driver 580 or later"
+    from mkc.compiler.target import target_of_gpu
+
     try:
         from cuda.bindings import driver
 
@@ -115,7 +117,7 @@ def _gpus() -> Iterator[Finding]:
             _, device = driver.cuDeviceGet(index)
             _, raw = driver.cuDeviceGetName(96, device)
             name = raw.decode("utf-8", "replace").rstrip("\0")
-            fitting = _target_for(name)
+            fitting = target_of_gpu(name)
             advice = "" if fitting else "no target file describes this GPU"
             detail = f"{name}, target {fitting}" if fitting else name
             yield Finding(f"GPU {index}", bool(fitting), detail, advice, "run")
@@ -128,12 +130,6 @@ def _gpus() -> Iterator[Finding]:
 def _status_name(status: object) -> str:
     """The name of a driver's status, such as CUDA_ERROR_NO_DEVICE."""
     return str(getattr(status, "name", status))
-
-
-def _target_for(gpu: str) -> str | None:
-    from mkc.compiler.target import load_target, target_names
-
-    return next((name for name in target_names() if load_target(name).gpu == gpu), None)
 
 
 def _torch() -> Finding:

@@ -1,0 +1,69 @@
+"""The kernel on the GPU at hand: `pytest -m gpu`. Needs an H100 or H200 and, for the sanitizer's
+tests, compute-sanitizer from a CUDA toolkit."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+torch = pytest.importorskip("torch")
+
+FEW_STEPS = Path(__file__).with_name("few_steps.py")
+
+
+def mkc(*arguments: str) -> str:
+    """Runs a verb in a process of its own; its standard output. Its errors are the test's."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mkc.api.cli", *arguments], capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model compiled for this GPU."""
+    from mkc.compiler.target import target_of_gpu
+
+    folder = tmp_path_factory.mktemp("artifact") / "tiny"
+    target = target_of_gpu(torch.cuda.get_device_name())
+    assert target is not None, "no target file describes this GPU"
+    mkc("compile", "tiny", "--target", target, "-o", str(folder))
+    return folder
+
+
+def test_tiny_is_right() -> None:
+    found = json.loads(mkc("check", "tiny", "--gpu", "--json"))
+    assert found["ok"]
+    assert found["repeats"][0]["runs"] == 200
+
+
+def test_north_mini_code_is_right() -> None:
+    found = json.loads(mkc("check", "north_mini_code", "--gpu", "--json"))
+    assert found["ok"]
+    assert {"kernel on"} == {found["executor"][:9]}
+
+
+def test_bench_measures_below_the_floor_and_in_order() -> None:
+    found = json.loads(mkc("bench", "tiny", "--batch", "1,8", "--context", "600", "--json"))
+    for point in found["points"]:
+        assert point["correct"]
+        assert 0 < point["share_of_floor"] < 1
+        assert point["ceiling_ms"] > 0
+    assert found["points"][0]["bytes"] < found["points"][1]["bytes"]
+
+
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="no compute-sanitizer")
+@pytest.mark.parametrize("tool", ["memcheck", "initcheck", "racecheck"])
+def test_sanitizer_finds_nothing(tiny: Path, tool: str) -> None:
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
+    done = subprocess.run(
+        [*command, sys.executable, str(FEW_STEPS), str(tiny)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "3 steps" in done.stdout
