@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from mkc.compiler.errors import CheckError
 from mkc.compiler.plan import Plan
 from mkc.compiler.traffic import step_bytes
 from mkc.runtime.megakernel import Megakernel
@@ -79,7 +80,8 @@ class Bench:
     def measure(
         self, lengths: Sequence[int], steps: int = 50, routing: Routing = "uniform"
     ) -> BenchPoint:
-        """One point: `lengths` has the tokens that each row sees in the first timed step.
+        """One point: `lengths` has the tokens that each row sees in the first step; every step, the
+        few that warm up too, adds one.
 
         Before every step each row is fed a token drawn at random, so that it chooses experts
         afresh; with correlated routing all rows share token, K and V. Raises KernelFault if a wait
@@ -134,10 +136,12 @@ class Bench:
 
     def _start(self, lengths: Sequence[int]) -> None:
         for row, length in enumerate(lengths):
-            start = max(0, length - 1 - WARM_UP_STEPS)
-            self.state.start_row(row, 0, start, NO_LIMIT)
+            self.state.start_row(row, 0, length - 1, NO_LIMIT)
 
     def _feed(self, batch: int, routing: Routing) -> None:
+        # Without waits a step computes from what was there before; its logits may be no numbers,
+        # which ends a row.
+        self.state.active[:batch] = 1
         tokens = self.state.tokens[:batch]
         tokens.random_(self.plan.spec.vocab_size, generator=self._random)
         if routing == "correlated":
@@ -145,7 +149,7 @@ class Bench:
 
     def _timed(self, batch: int, steps: int, routing: Routing) -> tuple[list[float], Tensor]:
         """Milliseconds of each step by events, and active experts [steps, layers] (NaN: dense)."""
-        events, active = [], []
+        events, active, live = [], [], []
         for step in range(WARM_UP_STEPS + steps):
             self._feed(batch, routing)
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -154,10 +158,13 @@ class Bench:
             before.record()
             self.kernel.step(batch)
             after.record()
+            live.append(self.state.active[:batch].clone())
             if step >= WARM_UP_STEPS:
                 events.append((before, after))
                 active.append(count_active(self.plan, self.kernel.router_logits(batch)))
         torch.cuda.synchronize()
+        if not self.kernel.free_run:
+            _require_live(torch.stack(live))
         return [before.elapsed_time(after) for before, after in events], torch.stack(active)
 
     def _queued(self, batch: int, steps: int, routing: Routing) -> float:
@@ -171,7 +178,15 @@ class Bench:
             self.kernel.step(batch)
         after.record()
         torch.cuda.synchronize()
+        _require_live(self.state.active[:batch][None])
         return float(before.elapsed_time(after)) / steps
+
+
+def _require_live(active: Tensor) -> None:
+    """Raises CheckError MKC601 if a row of [steps, rows] ended while steps were timed."""
+    if not bool(active.all()):
+        row = int((active == 0).any(0).nonzero()[0])
+        raise CheckError("MKC601", f"row {row} ended while it was timed: its logits are no numbers")
 
 
 def count_active(plan: Plan, router_logits: Tensor) -> Tensor:
@@ -189,7 +204,7 @@ def count_active(plan: Plan, router_logits: Tensor) -> Tensor:
 
 def _needed_bytes(plan: Plan, lengths: Sequence[int], active: Tensor) -> int:
     """Median over the steps; the lengths that grow meanwhile are taken at the middle step."""
-    middle = [length + active.shape[0] // 2 for length in lengths]
+    middle = [length + WARM_UP_STEPS + active.shape[0] // 2 for length in lengths]
     sizes = [step_bytes(plan, len(lengths), middle, counts) for counts in active.tolist()]
     return round(statistics.median(sizes))
 

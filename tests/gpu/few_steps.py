@@ -22,7 +22,10 @@ def main(folder: Path) -> None:
     plan = artifact.plan
     arena = pack_weights(plan.layout, plan.spec, RandomWeights(plan.spec, 0), "cpu").cuda()
     state = make_state(plan, [case.lengths for case in CASES], "cuda")
-    kernel = Megakernel(plan, artifact.cubin, arena, state, trace=True, guard_bytes=4096)
+    # Under a sanitizer everything is a hundred times slower, waits too.
+    kernel = Megakernel(
+        plan, artifact.cubin, arena, state, trace=True, poll_limit=2**32 - 2, guard_bytes=4096
+    )
     for case in CASES:
         start_case(state, case, seed=0)
         kernel.step(len(case.lengths))
