@@ -11,8 +11,8 @@ namespace mkc {
 
 constexpr int kProducerWarp = kConsumerWarps, kFirstHelperWarp = kConsumerWarps + 1;
 
-// Consumer warps are two groups of four, the other warps a third: groups trade registers. Three groups of a thread count
-// that the SM has registers for may use 168 each; the third needs fewer and leaves the rest to the first two.
+// Groups of four warps can trade registers: consumers are two groups, the other warps a third. With three groups an SM has
+// 168 registers for each thread; the third needs fewer and leaves the rest to the first two.
 constexpr int kThreads = (kConsumerWarps + 1 + kHelperWarps) * 32;
 constexpr int kConsumerRegisters = 208, kOtherRegisters = 88;
 static_assert(2 * (kConsumerRegisters - 168) <= 168 - kOtherRegisters, "the third group gives less than the others take");

@@ -21,11 +21,12 @@ struct Accumulator {
 
 __device__ __forceinline__ void add(float4& sum, float4 part) { sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w; }
 
+constexpr int kStep = 8;  // fragments on their way to registers at once
+
 // sums += fragments [count] x values. Lane (i, j) finds the two words of its B fragment of k-block n at values + n * PITCH.
 // PER_K fragments share a k-block. Lanes with `is_zero` take zeros for their column.
 template <int PER_K, int PITCH>
 __device__ __forceinline__ void multiply_fragments(Accumulator& sums, const uint4* fragments, int count, const uint32_t* values, bool is_zero) {
-  constexpr int kStep = 8;  // fragments on their way to registers at once
   const auto value = [&](int k_block) { return is_zero ? make_uint2(0, 0) : *reinterpret_cast<const uint2*>(values + k_block * PITCH); };
   fragments += fresh_thread_index() % 32;
 #pragma unroll 1

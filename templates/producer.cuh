@@ -80,7 +80,7 @@ __device__ __forceinline__ void produce(const Step& step, SharedMemory<ROWS, SLO
       send_pages(step, shared, ring, layer, entry.tile, blocks, lane);
       continue;
     }
-    // All others stream tiles: `tiles` of them from `tile` on, `stride` apart, in a matrix of `rows_of_tiles`.
+    // All others stream tiles of a matrix: `tile` and those `stride` apart, before `end`.
     const bool is_ffn = entry.kind == FFN_UP || entry.kind == FFN_DOWN;
     if (is_ffn && layer.routed) patience.wait(kWaitRouting, [&] { return load_acquire(&shared.routed_layers) >= routed_layers; });
     const Routing<ROWS>& routing = shared.routing[is_ffn && layer.routed ? routed_layers & 1 : kDenseTable];

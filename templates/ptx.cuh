@@ -139,10 +139,5 @@ __device__ __forceinline__ int fresh_thread_index() {
   asm volatile("mov.u32 %0, %tid.x;" : "=r"(index));
   return index;
 }
-__device__ __forceinline__ uint64_t nanoseconds() {
-  uint64_t time;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
-  return time;
-}
 
 }  // namespace mkc

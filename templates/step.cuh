@@ -97,7 +97,7 @@ struct Patience {
   __device__ explicit Patience(const Step& s) : step(s) {}
   __device__ __forceinline__ bool over() const { return given_up != 0; }
 
-  // Calls ready() until it holds. ready() must give the same answer to the whole warp.
+  // Calls ready() until it holds. ready() must give the same answer to all lanes that wait.
   template <class Ready>
   __device__ __forceinline__ void wait(int code, Ready ready) {
     for (uint32_t polls = 0; !over() && !ready();)

@@ -41,10 +41,12 @@ __device__ __forceinline__ void add_products(Warp& self, const Entry& entry) {
   Accumulator sums;
 #pragma unroll 1
   for (int active = 0, end; active < routing.active; active = end) {
-    // As many experts as scratch has room for; one at least, of which it may take a part of the slice at a time.
+    // As many experts as scratch has room for, or one of which it has room for a part of the slice at a time: a whole
+    // number of steps of `multiply_fragments`, so that the order of the sum does not depend on how many members there are.
     const int first_member = routing.first_member[active];
     for (end = active + 1; end < routing.active && (routing.first_member[end + 1] - first_member) * slicing.slice <= Warp::kScratchParcels;) end++;
-    const int members = routing.first_member[end] - first_member, most = min(slicing.slice, Warp::kScratchParcels / members);
+    const int members = routing.first_member[end] - first_member;
+    const int most = members * slicing.slice <= Warp::kScratchParcels ? slicing.slice : Warp::kScratchParcels / members / kStep * kStep;
     int from = 0;
     do {
       const int to = min(from + most, slice.size), count = to - from;

@@ -6,8 +6,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
 from racecheck import sort_reports
 
 pytestmark = pytest.mark.gpu
@@ -88,3 +90,33 @@ def test_racecheck_finds_nothing_that_no_barrier_explains(tiny: Path) -> None:
     known, unknown = sort_reports(done.stdout)
     assert known, "the tool saw no shared memory"
     assert not unknown, unknown.most_common()
+
+
+def test_a_row_does_not_depend_on_its_neighbours(tiny: Path) -> None:
+    """The same bits alone, among all others, and among some of them."""
+    from mkc.compiler.artifact import load_artifact
+    from mkc.runtime.check import make_state
+    from mkc.runtime.check_case import StepCase, start_case
+    from mkc.runtime.megakernel import Megakernel
+    from mkc.runtime.packing import pack_weights
+    from mkc.runtime.weights import RandomWeights
+
+    artifact = load_artifact(tiny)
+    plan = artifact.plan
+    arena = pack_weights(plan.layout, plan.spec, RandomWeights(plan.spec, 0), "cpu").cuda()
+    case = StepCase((1, 63, 64, 65, 129, 300, 7, 200))
+    state = make_state(plan, [case.lengths], "cuda")
+    kernel = Megakernel(plan, artifact.cubin, arena, state)
+
+    def logits_of(rows: tuple[int, ...]) -> Any:
+        start_case(state, case, seed=0)
+        state.active.zero_()
+        state.active[list(rows)] = 1
+        kernel.step(max(rows) + 1)
+        kernel.check_fault()
+        return state.logits.clone()
+
+    together = logits_of(tuple(range(8)))
+    for row in range(8):
+        assert torch.equal(logits_of((row,))[row], together[row]), row
+        assert torch.equal(logits_of(tuple({row, 3, 5}))[row], together[row]), row
