@@ -17,13 +17,14 @@ class Options:
 
     max_batch: rows of the largest step; chunk_fragments: fragments of 512 bytes in a chunk;
     window_bytes: bytes that one SM may have in flight; ring_slots: chunks that the ring holds
-    (None: as many as fit).
+    (None: as many as fit); trace: whether the kernel records when each warp does what.
     """
 
     max_batch: int = 8
     chunk_fragments: int = 32
     window_bytes: int = 98304
     ring_slots: int | None = None
+    trace: bool = False
 
 
 @dataclass(frozen=True, slots=True)

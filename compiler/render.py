@@ -71,6 +71,7 @@ def render_model(plan: Plan) -> str:
             layers=layers,
             hidden_parcels=layout.packets("hidden").shape[-1],
             embedding_offset=layout.region("head" if spec.tied_head else "embedding").offset,
+            options=plan.options,
             window_chunks=plan.options.window_bytes // tiling.chunk_bytes,
             inverse_frequencies=[
                 _float32(value)

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from mkc.compiler.errors import MkcError
+from mkc.compiler.place import CONSUMER_WARPS, HELPER_WARPS
 from mkc.compiler.plan import Plan
 from mkc.compiler.program import EntryKind, encode_programs
+from mkc.compiler.trace import MeasuredEvent
 from mkc.runtime.state import StepState
 
 PACKET_BYTES = 16
@@ -82,6 +84,7 @@ def _step_type(groups: int) -> type[ctypes.Structure]:
             ("stop_count", ctypes.c_int32),
             ("poll_limit", ctypes.c_uint32),
             ("free_run", ctypes.c_int32),
+            ("trace", ctypes.c_uint64),
         )
 
     return Step
@@ -125,9 +128,12 @@ class Megakernel:
         )
         self._packets = self._packet_memory[self._guard : self._guard + packet_bytes]
         self._packets.zero_()
-        self._fault = torch.zeros(1, dtype=torch.int64, device=device)
+        self.fault = torch.zeros(1, dtype=torch.int64, device=device)
         self.emitted = torch.full((state.max_rows,), -1, dtype=torch.int32, device=device)
         self._trace = trace
+        warps = CONSUMER_WARPS + 1 + HELPER_WARPS
+        shape = (plan.target.sms, warps, self._programs.shape[1], 4) if plan.options.trace else (0,)
+        self._events = torch.zeros(shape, dtype=torch.int32, device=device)
         self.layer_outputs: Tensor | None = None
         self._module = self._call(driver.cuModuleLoadData(cubin))
         self._entry_points = {
@@ -165,10 +171,10 @@ class Megakernel:
 
     def check_fault(self) -> None:
         """Waits for all queued steps. Raises KernelFault if a wait of any of them gave up."""
-        word = int(self._fault.item()) & (2**64 - 1)
+        word = int(self.fault.item()) & (2**64 - 1)
         if word == 0:
             return
-        self._fault.zero_()
+        self.fault.zero_()
         kind, layer, tile = (
             EntryKind(word & 0xF).name.lower(),
             word >> 7 & 0xFF,
@@ -199,6 +205,21 @@ class Megakernel:
         experts = max((t.matrices for t in self.plan.tiling.layers if t.routed), default=0)
         return logits[..., :experts]
 
+    def events(self) -> list[MeasuredEvent]:
+        """When each warp did what in the last step; waits for it. Empty unless the plan traces."""
+        words = self._events.cpu().numpy().view("uint32")
+        if not words.size:
+            return []
+        # The clock is modulo 2 ** 32 ns: times count from a first one that may lie behind others.
+        zero = int(words[0, 0, 0, 1])
+        times = (words[..., 1:] - words.dtype.type(zero)).view("int32").tolist()
+        return [
+            MeasuredEvent(sm, warp, entry.kind, entry.layer, entry.tile, *times[sm][warp][index])
+            for sm, program in enumerate(self.plan.programs)
+            for warp in range(words.shape[1])
+            for index, entry in enumerate(program)
+        ]
+
     def _read_packets(self, name: str, dtype: torch.dtype) -> Tensor:
         """A packet set's payload [*shape, words] of the last step, as 32-bit `dtype`."""
         packets = self.plan.layout.packets(name)
@@ -227,13 +248,14 @@ class Megakernel:
         parameters.layer_outputs = (
             0 if self.layer_outputs is None else self.layer_outputs.data_ptr()
         )
-        parameters.fault = self._fault.data_ptr()
+        parameters.fault = self.fault.data_ptr()
         parameters.epoch = epoch
         parameters.program_pitch = self._programs.shape[1]
         parameters.rows = rows
         parameters.stop_count = state.eos_tokens.numel()
         parameters.poll_limit = self.poll_limit
         parameters.free_run = int(self.free_run)
+        parameters.trace = self._events.data_ptr()
         return parameters  # type: ignore[no-any-return]
 
     def _capacity(self, rows: int) -> int:

@@ -13,7 +13,7 @@ constexpr int kProducerWarp = kConsumerWarps, kFirstHelperWarp = kConsumerWarps 
 
 // Groups of four warps can trade registers: consumers are two groups, the other warps a third. With three groups an SM has
 // 168 registers for each thread; the third needs fewer and leaves the rest to the first two.
-constexpr int kThreads = (kConsumerWarps + 1 + kHelperWarps) * 32;
+constexpr int kThreads = kWarps * 32;
 constexpr int kConsumerRegisters = 208, kOtherRegisters = 88;
 static_assert(2 * (kConsumerRegisters - 168) <= 168 - kOtherRegisters, "the third group gives less than the others take");
 

@@ -139,5 +139,11 @@ __device__ __forceinline__ int fresh_thread_index() {
   asm volatile("mov.u32 %0, %tid.x;" : "=r"(index));
   return index;
 }
+// Nanoseconds of a clock that all SMs share, modulo 2^32.
+__device__ __forceinline__ uint32_t nanoseconds() {
+  uint64_t time;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
+  return uint32_t(time);
+}
 
 }  // namespace mkc

@@ -9,7 +9,6 @@ constexpr int kMergeDims = 32;           // values of a head that one merge task
 constexpr int kPartialWords = kMergeDims + 2;  // of one split: maximum, sum, values
 constexpr int kRoutingTables = 3;        // two in turn for routed layers, one for dense layers
 constexpr int kDenseTable = 2;
-constexpr int kHelperWarps = 3;          // they route and merge
 constexpr int kOwnedTiles = (kHiddenTiles + kSms - 1) / kSms;
 constexpr int kStateWords = 4 * (kHeadTiles + 1) * 32;  // of a split's running softmax, as the lanes hold it
 

@@ -7,6 +7,8 @@ namespace mkc {
 
 constexpr int kConsumerWarps = 8;
 constexpr int kConsumerThreads = kConsumerWarps * 32;
+constexpr int kHelperWarps = 3;  // they route and merge
+constexpr int kWarps = kConsumerWarps + 1 + kHelperWarps;
 constexpr int kFragmentBytes = 512;
 constexpr int kPageTokens = 64;
 constexpr int kHeadDim = kHeadTiles * 16;
@@ -54,6 +56,7 @@ struct Step {
   int program_pitch, rows, stop_count;
   uint32_t poll_limit;     // of one wait
   int free_run;            // 1: every wait for packets is answered at once, to measure the card's ceiling
+  uint4* trace;            // of a kernel that traces: [sm][warp][entry] encoded entry, nanoseconds of start, ready and end
 };
 
 // An SM's program as one warp reads it: lane l holds entry l of 32, and of the next 32, which are on their way meanwhile.
@@ -88,11 +91,27 @@ __device__ __forceinline__ uint8_t* page_address(const Step& step, const Layer& 
 
 enum WaitCode { kWaitPackets = 1, kWaitChunk = 2, kWaitSlot = 3, kWaitRouting = 4, kWaitStage = 5, kWaitWarps = 6, kReported = -1 };
 
+// What a kernel that traces keeps of the entry at hand.
+struct Trace {
+  uint32_t start = 0, ready = 0;  // ready: when the last packets or the routing that the entry needs were there
+  int entries = 0;
+
+  // The entry is over, and the next begins.
+  __device__ __forceinline__ void turn(const Step& step, uint32_t entry) {
+    const uint32_t now = nanoseconds();
+    const int thread = fresh_thread_index();
+    if (thread % 32 == 0 && entries) step.trace[size_t(blockIdx.x * kWarps + thread / 32) * step.program_pitch + entries - 1] = make_uint4(entry, start, ready, now);
+    start = ready = now;
+    entries++;
+  }
+};
+
 // Waits that end: past the limit this warp waits no more, and says so when it begins its next entry.
 struct Patience {
   const Step& step;
   uint32_t entry = 0;  // the one at hand, encoded
   int given_up = 0;    // what it waited for too long, or kReported
+  Trace trace;
 
   __device__ explicit Patience(const Step& s) : step(s) {}
   __device__ __forceinline__ bool over() const { return given_up != 0; }
@@ -102,6 +121,7 @@ struct Patience {
   __device__ __forceinline__ void wait(int code, Ready ready) {
     for (uint32_t polls = 0; !over() && !ready();)
       if (++polls > step.poll_limit) given_up = code;
+    if (kTrace && (code == kWaitPackets || code == kWaitRouting)) trace.ready = nanoseconds();
   }
   // Turns to the next entry. A fault is one word, so that the first stays whole: entry | code << 32 | warp << 36 | sm << 44.
   __device__ __forceinline__ void begin(uint32_t next) {
@@ -110,6 +130,7 @@ struct Patience {
       if (thread % 32 == 0) atomicCAS(step.fault, 0ull, entry | uint64_t(given_up | thread / 32 << 4 | blockIdx.x << 12) << 32);
       given_up = kReported;
     }
+    if (kTrace) trace.turn(step, entry);
     entry = next;
   }
 };

@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,6 +52,14 @@ def bench_model(
         typer.Option(help="uniform, or correlated: all rows choose the same experts."),
     ] = "uniform",
     steps: Annotated[int, typer.Option(min=10, help="Timed steps of a point.")] = 50,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for a trace of the first point: trace.json.gz for Perfetto, predicted and "
+            "measured side by side, and events.json for `mkc explain --measured`.",
+            show_default=False,
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of weights, K, V and tokens.")] = 0,
     target: Annotated[
         str | None,
@@ -92,11 +100,21 @@ def bench_model(
         for done, lengths in enumerate(points):
             hear(done, len(points), f"{len(lengths)} rows at {lengths[0]} tokens")
             results.append(session.bench.measure(lengths, steps, routing))
+        if trace is not None:
+            hear(len(points), len(points), "trace")
+            traced_options = replace(options, trace=True)
+            traced = compiled_artifact(spec, chosen, traced_options, cache_dir, hear)
+            traced_ms = session.trace(traced, steps, trace)
     report = _as_json(artifact, gpu, results, checks)
+    if trace is not None:
+        report["trace"] = {"folder": str(trace), "ms_per_step": traced_ms}
     if as_json:
         print_json(report)
     else:
         _show(artifact, gpu, results, checks)
+        if trace is not None:
+            slowdown = traced_ms / results[0].ms_per_step - 1
+            print_lines(f"trace   {trace}, of a step of {traced_ms:.3f} ms: {slowdown:+.1%}")
         print_lines("", json.dumps(report))
     for rows, check in checks.items():
         if not check.ok:
@@ -160,6 +178,28 @@ class _Session:
         state = make_state(plan, [lengths], "cuda")
         kernel = Megakernel(plan, self.artifact.cubin, self.arena, state, trace=True)
         return check_step(kernel, self.weights, StepCase(tuple(lengths)), self.seed)
+
+    def trace(self, traced: Artifact, steps: int, folder: Path) -> float:
+        """Times a kernel that traces at the first point, and writes one step's trace.
+
+        Returns its milliseconds a step.
+        """
+        from mkc.compiler.simulate import simulate_step
+        from mkc.compiler.trace import TRACE_FILE, dump_trace
+        from mkc.runtime.bench import Bench
+        from mkc.runtime.megakernel import Megakernel
+
+        plan, lengths = traced.plan, self.points[0]
+        kernel = Megakernel(plan, traced.cubin, self.arena, self.bench.state)
+        point = Bench(kernel, self.seed).measure(lengths, steps)
+        kernel.step(len(lengths))
+        events = kernel.events()
+        kernel.check_fault()
+        folder.mkdir(parents=True, exist_ok=True)
+        predicted = simulate_step(plan, lengths, self.seed)
+        (folder / TRACE_FILE).write_bytes(dump_trace(predicted, events, plan.spec.name))
+        (folder / "events.json").write_text(json.dumps({"events": events}), "utf-8")
+        return point.ms_per_step
 
 
 def _show(

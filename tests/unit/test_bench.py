@@ -79,3 +79,25 @@ def test_needed_bytes_are_the_median_steps(plan: Plan) -> None:
     middle = [100 + bench.WARM_UP_STEPS + 1]
     expected = step_bytes(plan, 1, middle, [3.0] * layers)
     assert bench._needed_bytes(plan, [100], active) == expected
+
+
+def test_events_of_a_traced_kernel_are_read_back(plan: Plan) -> None:
+    """The last slots of a warp's row are of no entry, and a clock that wraps counts on."""
+    from dataclasses import replace
+    from types import SimpleNamespace
+
+    from mkc.compiler.trace import MeasuredEvent, dump_trace
+    from mkc.runtime.megakernel import Megakernel
+
+    programs = (plan.programs[0][:2],)
+    words = torch.zeros(1, 12, 3, 4, dtype=torch.int64)
+    words[..., 1], words[..., 2], words[..., 3] = 2**32 - 10, 2**32 - 5, 20
+    words[0, 3, 1, 1:] = torch.tensor([30, 40, 50])
+    stored = torch.where(words >= 2**31, words - 2**32, words).int()
+    kernel = SimpleNamespace(_events=stored, plan=replace(plan, programs=programs))
+    events = Megakernel.events(kernel)  # type: ignore[arg-type]
+    assert len(events) == 12 * 2
+    first = programs[0][0]
+    assert events[0] == MeasuredEvent(0, 0, first.kind, first.layer, first.tile, 0, 5, 30)
+    assert events[3 * 2 + 1][5:] == (40, 50, 60)
+    assert dump_trace(None, events)

@@ -34,12 +34,13 @@ def test_the_key_changes_with_every_input(monkeypatch: pytest.MonkeyPatch, tmp_p
         cache_key(SPEC, slower, OPTIONS, []),
         cache_key(SPEC, load_target("h100"), OPTIONS, []),
         *(
-            cache_key(SPEC, TARGET, replace(OPTIONS, **{name: value}), [])
-            for name, value in (
-                ("max_batch", 4),
-                ("chunk_fragments", 8),
-                ("window_bytes", 32768),
-                ("ring_slots", 9),
+            cache_key(SPEC, TARGET, options, [])
+            for options in (
+                replace(OPTIONS, max_batch=4),
+                replace(OPTIONS, chunk_fragments=8),
+                replace(OPTIONS, window_bytes=32768),
+                replace(OPTIONS, ring_slots=9),
+                replace(OPTIONS, trace=True),
             )
         ),
         cache_key(SPEC, TARGET, OPTIONS, ["ptx"]),

@@ -32,6 +32,9 @@ constexpr float kLogitScale = 1.0f;
 constexpr int kChunkFragments = 32;
 constexpr int kWindowChunks = 6;  // that one SM may have in flight
 
+// ---- tracing -----------------------------------------------------------------------------------
+constexpr bool kTrace = false;  // whether the kernel records when each warp does what
+
 // ---- packets: first index of each set ----------------------------------------------------------
 constexpr int kLayerInputPackets = 0;  // [layer][tile][row] = [7][13][8], 4 each
 constexpr int kRouterLogitsPackets = 2912;  // [layer][row][tile] = [6][8][1], 8 each
