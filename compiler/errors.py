@@ -62,6 +62,8 @@ CODES: dict[str, str] = {
     "MKC605": "the kernel wrote outside of its packets",
     "MKC606": "the CUDA driver refused a call",
     "MKC607": "the oracle of a check is missing or cannot express the model",
+    "MKC608": "a file of a checkpoint is missing, damaged or not to be trusted",
+    "MKC609": "packed weights are missing, damaged, or those of another model or layout",
     "MKC611": "the interpreted programs deadlock",
     "MKC612": "an interpreted task reads a packet that does not hold its epoch",
     "MKC613": "an interpreted task writes a packet a second time",

@@ -155,13 +155,17 @@ def pack_weights(
     weights: ModelWeights,
     device: torch.device | str,
     progress: Callable[[str], None] | None = None,
+    into: Tensor | None = None,
 ) -> Tensor:
     """All weights of a model as the arena, uint8 [layout.arena_bytes] on `device`.
 
     One layer at a time is held beside the arena. Gaps between regions are zero. `progress` hears
-    what is packed next. Raises ValueError where a tensor's shape is not its region's.
+    what is packed next. `into` is an arena on `device` to fill, all zeros, instead of a new one.
+    Raises ValueError where a tensor's shape is not its region's.
     """
-    arena = torch.zeros(layout.arena_bytes, dtype=torch.uint8, device=device)
+    arena = into
+    if arena is None:
+        arena = torch.zeros(layout.arena_bytes, dtype=torch.uint8, device=device)
     report = progress or (lambda what: None)
     norms = []
     for index in range(len(spec.layers)):

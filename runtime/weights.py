@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,7 +32,8 @@ NORM_STD = 0.1
 
 
 class WeightsError(MkcError):
-    """A checkpoint that does not hold what the model description says (MKC603)."""
+    """Weights that do not fit the model description (MKC603), or whose files cannot be used
+    (MKC608, MKC609)."""
 
     exit_status = 2
 
@@ -101,6 +102,49 @@ def attention_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
         "self_attn.k_proj": (kv, spec.hidden_size),
         "self_attn.v_proj": (kv, spec.hidden_size),
         "self_attn.o_proj": (spec.hidden_size, query),
+    }
+
+
+def tensor_shapes(spec: ModelSpec, present: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors that a checkpoint with the names `present` should have.
+
+    Where `present` has one of a layer's fused expert tensors, it should have both; where it has
+    none, each matrix of each expert. A head that is tied to the embedding may be absent.
+    """
+    vocabulary = (spec.vocab_size, spec.hidden_size)
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING_NAME: vocabulary}
+    for index in range(len(spec.layers)):
+        shapes |= _layer_shapes(spec, index, present)
+    shapes[FINAL_NORM_NAME] = (spec.hidden_size,)
+    if not spec.tied_head or HEAD_NAME in present:
+        shapes[HEAD_NAME] = vocabulary
+    return shapes
+
+
+def _layer_shapes(
+    spec: ModelSpec, index: int, present: Collection[str]
+) -> dict[str, tuple[int, ...]]:
+    hidden, ffn = spec.hidden_size, spec.layers[index].ffn
+    shapes: dict[str, tuple[int, ...]] = {layer_name(index, "input_layernorm"): (hidden,)}
+    shapes |= {layer_name(index, role): size for role, size in attention_shapes(spec).items()}
+    gated = {
+        "gate_proj": (ffn.width, hidden),
+        "up_proj": (ffn.width, hidden),
+        "down_proj": (hidden, ffn.width),
+    }
+    if not isinstance(ffn, ExpertFfn):
+        return shapes | {layer_name(index, f"mlp.{role}"): size for role, size in gated.items()}
+    shapes[layer_name(index, "mlp.gate")] = (ffn.experts, hidden)
+    fused = {
+        fused_expert_name(index, "gate_up_proj"): (ffn.experts, 2 * ffn.width, hidden),
+        fused_expert_name(index, "down_proj"): (ffn.experts, hidden, ffn.width),
+    }
+    if any(name in present for name in fused):
+        return shapes | fused
+    return shapes | {
+        expert_name(index, expert, role): size
+        for expert in range(ffn.experts)
+        for role, size in gated.items()
     }
 
 
@@ -201,58 +245,42 @@ class StateDictWeights:
     `state_dict` may be any mapping, one that loads a tensor when asked for it too. All names are
     checked here, shapes and types when a tensor is read. Tensors stay on the device they lie on.
 
-    Raises WeightsError if a tensor is missing, one is left over (a bias, a shared expert: nothing
-    is ignored), a shape or type is wrong, or a tied head differs from the embedding.
+    Raises WeightsError, which names every tensor that is missing or left over (a bias, a shared
+    expert: nothing is ignored), or the first one whose shape or type is wrong; also if a tied head
+    differs from the embedding.
     """
 
     def __init__(self, spec: ModelSpec, state_dict: Mapping[str, Tensor]) -> None:
         self.spec = spec
         self._tensors = state_dict
-        expected = {EMBEDDING_NAME, FINAL_NORM_NAME}
-        for index in range(len(spec.layers)):
-            expected |= self._layer_names(index)
-        if not spec.tied_head:
-            expected.add(HEAD_NAME)
-        elif HEAD_NAME in state_dict:
-            expected.add(HEAD_NAME)
-            if not torch.equal(state_dict[HEAD_NAME], state_dict[EMBEDDING_NAME]):
-                raise WeightsError(
-                    "MKC603", f"{HEAD_NAME} is tied but differs from {EMBEDDING_NAME}"
-                )
-        if missing := sorted(expected - state_dict.keys()):
-            raise WeightsError("MKC603", f"{len(missing)} tensors are missing, first {missing[0]}")
-        if left_over := sorted(state_dict.keys() - expected):
-            raise WeightsError(
-                "MKC603",
-                f"{len(left_over)} tensors have no place in the model description, "
-                f"first {left_over[0]}",
-            )
+        self._shapes = tensor_shapes(spec, state_dict.keys())
+        problems = [f"{name} is missing" for name in self._shapes if name not in state_dict]
+        problems += [f"{name} {NO_PLACE}" for name in state_dict if name not in self._shapes]
+        raise_for_tensors(problems)
+        is_given = spec.tied_head and HEAD_NAME in state_dict
+        if is_given and not torch.equal(self._read(HEAD_NAME), self._read(EMBEDDING_NAME)):
+            raise WeightsError("MKC603", f"{HEAD_NAME} is tied but differs from {EMBEDDING_NAME}")
 
     def embedding(self) -> Tensor:
-        return self._read(EMBEDDING_NAME, self.spec.vocab_size, self.spec.hidden_size)
+        return self._read(EMBEDDING_NAME)
 
     def head(self) -> Tensor:
-        if self.spec.tied_head:
-            return self.embedding()
-        return self._read(HEAD_NAME, self.spec.vocab_size, self.spec.hidden_size)
+        return self._read(EMBEDDING_NAME if self.spec.tied_head else HEAD_NAME)
 
     def final_norm(self) -> Tensor:
-        return self._read(FINAL_NORM_NAME, self.spec.hidden_size)
+        return self._read(FINAL_NORM_NAME)
 
     def layer(self, index: int) -> LayerWeights:
         ffn = _layer_spec(self.spec, index).ffn
-        q, k, v, o = (
-            self._read(layer_name(index, role), *shape)
-            for role, shape in attention_shapes(self.spec).items()
-        )
+        q, k, v, o = (self._read(layer_name(index, x)) for x in attention_shapes(self.spec))
         router = None
         if isinstance(ffn, ExpertFfn):
-            router = self._read(layer_name(index, "mlp.gate"), ffn.experts, self.spec.hidden_size)
+            router = self._read(layer_name(index, "mlp.gate"))
             gate_up, down = self._experts(index, ffn)
         else:
-            gate_up, down = (t[None] for t in self._gated(layer_name(index, "mlp.{}"), ffn.width))
+            gate_up, down = (t[None] for t in self._gated(layer_name(index, "mlp.{}")))
         return LayerWeights(
-            norm=self._read(layer_name(index, "input_layernorm"), self.spec.hidden_size),
+            norm=self._read(layer_name(index, "input_layernorm")),
             q=q,
             k=k,
             v=v,
@@ -263,45 +291,28 @@ class StateDictWeights:
         )
 
     def _experts(self, index: int, ffn: ExpertFfn) -> tuple[Tensor, Tensor]:
-        """gate_up [experts, 2 * width, hidden] and down [experts, hidden, width]."""
-        hidden = self.spec.hidden_size
-        if self._is_fused(index):
-            gate_up_name = fused_expert_name(index, "gate_up_proj")
-            down_name = fused_expert_name(index, "down_proj")
-            return (
-                self._read(gate_up_name, ffn.experts, 2 * ffn.width, hidden),
-                self._read(down_name, ffn.experts, hidden, ffn.width),
-            )
-        pairs = [
-            self._gated(expert_name(index, expert, "{}"), ffn.width)
-            for expert in range(ffn.experts)
-        ]
-        gate_up, down = zip(*pairs, strict=True)
-        return torch.stack(gate_up), torch.stack(down)
+        """gate_up [experts, 2 * width, hidden] and down [experts, hidden, width].
 
-    def _gated(self, pattern: str, width: int) -> tuple[Tensor, Tensor]:
+        Separate experts are copied to their places one by one, so that they are never held twice.
+        """
+        gate_up_name = fused_expert_name(index, "gate_up_proj")
+        if gate_up_name in self._shapes:
+            return self._read(gate_up_name), self._read(fused_expert_name(index, "down_proj"))
+        first = self._gated(expert_name(index, 0, "{}"))
+        gate_up, down = (part.new_empty(ffn.experts, *part.shape) for part in first)
+        for expert in range(ffn.experts):
+            gate_up[expert], down[expert] = self._gated(expert_name(index, expert, "{}"))
+        return gate_up, down
+
+    def _gated(self, pattern: str) -> tuple[Tensor, Tensor]:
         """gate_up [2 * width, hidden] and down [hidden, width] from three separate tensors."""
-        gate = self._read(pattern.format("gate_proj"), width, self.spec.hidden_size)
-        up = self._read(pattern.format("up_proj"), width, self.spec.hidden_size)
-        down = self._read(pattern.format("down_proj"), self.spec.hidden_size, width)
+        gate, up, down = (
+            self._read(pattern.format(role)) for role in ("gate_proj", "up_proj", "down_proj")
+        )
         return torch.cat([gate, up]), down
 
-    def _is_fused(self, index: int) -> bool:
-        return fused_expert_name(index, "gate_up_proj") in self._tensors
-
-    def _layer_names(self, index: int) -> set[str]:
-        ffn = self.spec.layers[index].ffn
-        roles = ["input_layernorm", *attention_shapes(self.spec)]
-        gated = ["gate_proj", "up_proj", "down_proj"]
-        if not isinstance(ffn, ExpertFfn):
-            return {layer_name(index, role) for role in [*roles, *(f"mlp.{g}" for g in gated)]}
-        names = {layer_name(index, role) for role in [*roles, "mlp.gate"]}
-        if self._is_fused(index):
-            return names | {fused_expert_name(index, r) for r in ("gate_up_proj", "down_proj")}
-        return names | {expert_name(index, e, role) for e in range(ffn.experts) for role in gated}
-
-    def _read(self, name: str, *shape: int) -> Tensor:
-        tensor = self._tensors[name]
+    def _read(self, name: str) -> Tensor:
+        tensor, shape = self._tensors[name], self._shapes[name]
         if tuple(tensor.shape) != shape or tensor.dtype != torch.bfloat16:
             raise WeightsError(
                 "MKC603",
@@ -309,3 +320,16 @@ class StateDictWeights:
                 f"the model description needs torch.bfloat16 {list(shape)}",
             )
         return tensor
+
+
+NO_PLACE = "has no place in the model description"
+
+
+def raise_for_tensors(problems: Sequence[str]) -> None:
+    """One WeightsError MKC603 with a line for each of `problems`, if there are any."""
+    if not problems:
+        return
+    if len(problems) == 1:
+        raise WeightsError("MKC603", problems[0])
+    lines = "".join(f"\n  {problem}" for problem in problems)
+    raise WeightsError("MKC603", f"{len(problems)} tensors do not fit the description:{lines}")
