@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mkc.compiler.tile import PAGE_TOKENS
+from mkc.compiler.tile import FRAGMENT_EDGE, PAGE_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +99,20 @@ def active_experts(chosen: Sequence[Sequence[int]]) -> list[int]:
 def ffn_up_tasks(rank: int, sms: int, active: int, width_tiles: int) -> list[tuple[int, int]]:
     """(index of the active expert, tile) of each gate-and-up task of the SM of this rank."""
     return [divmod(task, width_tiles) for task in range(rank, active * width_tiles, sms)]
+
+
+def tiles_of_chunk(chunk_fragments: int, head_tiles: int) -> int:
+    """16-token tiles of K or V in a chunk, a page at most."""
+    return min(chunk_fragments // head_tiles, PAGE_TOKENS // FRAGMENT_EDGE)
+
+
+def chunk_span(
+    unit: AttentionUnit, position: int, window: int | None, chunk_tokens: int
+) -> tuple[int, int]:
+    """[begin, end): chunks of a split with a token that the row sees, from the row's first on.
+
+    Each stands for a chunk of K and one of V, which follow one another in the ring.
+    """
+    page_chunks = PAGE_TOKENS // chunk_tokens
+    begin = max(unit.first_page * page_chunks, first_token(position, window) // chunk_tokens)
+    return begin, min(unit.end_page * page_chunks, position // chunk_tokens + 1)

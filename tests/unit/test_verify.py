@@ -54,7 +54,7 @@ def test_valid_plans_are_accepted(data: Any) -> None:
     tiny = load_model("tiny")
     layers = data.draw(st.lists(st.sampled_from(tiny.layers), min_size=1, max_size=5))
     spec = tiny.model_copy(update={"layers": tuple(layers)})
-    fragments = data.draw(st.sampled_from([2, 4, 8, 16, 32]))
+    fragments = data.draw(st.sampled_from([4, 8, 16, 32]))
     options = Options(
         max_batch=data.draw(st.integers(1, 8)),
         chunk_fragments=fragments,
@@ -64,7 +64,7 @@ def test_valid_plans_are_accepted(data: Any) -> None:
     plan = make_plan(spec, data.draw(st.integers(2, 24)), options)
     proof = verify(plan)
     assert proof.entries == sum(len(program) for program in plan.programs)
-    assert all(shown.cases or len(layers) <= 2 for shown in proof.properties)
+    assert all(shown.cases or shown.name.startswith("reuse") for shown in proof.properties)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
