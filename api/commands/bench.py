@@ -15,6 +15,7 @@ import typer
 from mkc.api.commands.common import (
     CacheDirOption,
     JsonOption,
+    ModelArgument,
     print_json,
     print_lines,
     print_table,
@@ -31,14 +32,7 @@ ROUTINGS = ("uniform", "correlated")
 
 
 def bench_model(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A YAML description, the name of a shipped model (see `mkc models`), "
-            "a Hugging Face folder or its config.json.",
-        ),
-    ],
+    model: ModelArgument,
     batch: Annotated[str, typer.Option(help="Rows of a step, as in 1,4,8 or 1-8.")] = "1,2,4,8",
     context: Annotated[str, typer.Option(help="Tokens that each row sees, as in 1024,8192.")] = (
         "8192"

@@ -14,6 +14,7 @@ import typer
 from mkc.api.commands.common import (
     CacheDirOption,
     JsonOption,
+    ModelArgument,
     print_json,
     print_lines,
     print_table,
@@ -35,14 +36,7 @@ BYTES_PER_WEIGHT_BYTE = 5  # on the CPU: the arena, the drawn layers, and float3
 
 
 def check_model(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A YAML description, the name of a shipped model (see `mkc models`), "
-            "a Hugging Face folder or its config.json.",
-        ),
-    ],
+    model: ModelArgument,
     gpu: Annotated[
         bool, typer.Option("--gpu", help="Run the kernel on this machine's GPU.")
     ] = False,

@@ -13,6 +13,17 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A YAML description, the name of a shipped model (see `mkc models`), "
+        "a Hugging Face folder or its config.json.",
+    ),
+]
+ArtifactArgument = Annotated[
+    Path, typer.Argument(metavar="ARTIFACT", help="The folder that `mkc compile` wrote.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 CacheDirOption = Annotated[
     Path | None,

@@ -18,6 +18,7 @@ import typer
 from mkc.api.commands.common import (
     CacheDirOption,
     JsonOption,
+    ModelArgument,
     console,
     print_json,
     print_lines,
@@ -45,14 +46,7 @@ def _print_passes(wanted: bool) -> None:
 
 
 def compile_model(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A YAML description, the name of a shipped model (see `mkc models`), "
-            "a Hugging Face folder or its config.json.",
-        ),
-    ],
+    model: ModelArgument,
     target: Annotated[
         str, typer.Option(envvar="MKC_TARGET", help="The GPU to compile for; a prefix will do.")
     ] = "h100",

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mkc.api.commands.common import JsonOption, print_json, print_lines, print_table
+from mkc.api.commands.common import (
+    ArtifactArgument,
+    JsonOption,
+    print_json,
+    print_lines,
+    print_table,
+)
 
 if TYPE_CHECKING:
     from mkc.compiler.explain import Explainer, Explanation
@@ -26,9 +32,7 @@ class What(StrEnum):
 
 
 def explain_artifact(
-    artifact: Annotated[
-        Path, typer.Argument(metavar="ARTIFACT", help="The folder that `mkc compile` wrote.")
-    ],
+    artifact: ArtifactArgument,
     what: Annotated[
         What,
         typer.Argument(

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mkc.api.commands.common import JsonOption, print_json, print_lines, print_table, size
+from mkc.api.commands.common import (
+    ArtifactArgument,
+    JsonOption,
+    print_json,
+    print_lines,
+    print_table,
+    size,
+)
 
 if TYPE_CHECKING:
     from mkc.compiler.artifact import Artifact
@@ -27,9 +33,7 @@ class What(StrEnum):
 
 
 def inspect_artifact(
-    artifact: Annotated[
-        Path, typer.Argument(metavar="ARTIFACT", help="The folder that `mkc compile` wrote.")
-    ],
+    artifact: ArtifactArgument,
     what: Annotated[
         What,
         typer.Argument(

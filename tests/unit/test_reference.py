@@ -21,18 +21,13 @@ from mkc.compiler.spec import (
     NormSpec,
     RopeSpec,
 )
+from mkc.runtime.oracle import checkpoint
 from mkc.runtime.reference import KvCache, Reference, StepResult, choose_experts
 from mkc.runtime.weights import (
-    EMBEDDING_NAME,
-    FINAL_NORM_NAME,
-    HEAD_NAME,
     LayerWeights,
     ModelWeights,
     RandomWeights,
     StateDictWeights,
-    attention_shapes,
-    fused_expert_name,
-    layer_name,
 )
 
 CASES = range(12)
@@ -141,31 +136,6 @@ def to_transformers(
     model = module._from_config(config, dtype=dtype).eval()
     model.load_state_dict(checkpoint(spec, weights))
     return config, model
-
-
-def checkpoint(spec: ModelSpec, weights: ModelWeights) -> dict[str, Tensor]:
-    """All tensors under the names of transformers' module, experts fused."""
-    tensors = {
-        EMBEDDING_NAME: weights.embedding(),
-        HEAD_NAME: weights.head(),
-        FINAL_NORM_NAME: weights.final_norm(),
-    }
-    for i in range(len(spec.layers)):
-        layer = weights.layer(i)
-        tensors[layer_name(i, "input_layernorm")] = layer.norm
-        matrices = (layer.q, layer.k, layer.v, layer.o)
-        for role, matrix in zip(attention_shapes(spec), matrices, strict=True):
-            tensors[layer_name(i, role)] = matrix
-        if layer.router is None:
-            gate, up = layer.gate_up[0].chunk(2)
-            tensors[layer_name(i, "mlp.gate_proj")] = gate
-            tensors[layer_name(i, "mlp.up_proj")] = up
-            tensors[layer_name(i, "mlp.down_proj")] = layer.down[0]
-        else:
-            tensors[layer_name(i, "mlp.gate")] = layer.router
-            tensors[fused_expert_name(i, "gate_up_proj")] = layer.gate_up
-            tensors[fused_expert_name(i, "down_proj")] = layer.down
-    return tensors
 
 
 def lower_id_wins(module: Any, args: Any, output: Any) -> tuple[Tensor, Tensor, Tensor]:
