@@ -25,7 +25,7 @@ from mkc.runtime.weights import RandomWeights, tensor_shapes
 
 @cache
 def small_spec(tied_head: bool = True) -> ModelSpec:
-    """A dense layer and one of experts, 1.3 MB."""
+    """A dense layer and one of experts, 2 MB."""
     tiny = load_model("tiny")
     changes = {"layers": tiny.layers[:2], "vocab_size": 70, "tied_head": tied_head, "name": "small"}
     return tiny.model_copy(update=changes)

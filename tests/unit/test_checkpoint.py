@@ -369,6 +369,60 @@ def test_large_tensors_are_read_in_slices(folder: Path, monkeypatch: pytest.Monk
     assert torch.equal(found, expected)
 
 
+class Event:
+    """A CUDA event whose copy ends when somebody waits for it."""
+
+    def __init__(self, copies: list[Callable[[], object]]) -> None:
+        self.copies = copies
+        self.before: list[Callable[[], object]] = []
+
+    def record(self, stream: object) -> None:
+        self.before = [*self.copies]
+
+    def synchronize(self) -> None:
+        for copy in self.before:
+            if copy in self.copies:
+                copy()
+                self.copies.remove(copy)
+
+
+class Late(torch.Tensor):
+    """A tensor on a GPU, as far as reading goes: copies to it happen later."""
+
+    copies: list[Callable[[], object]]
+
+    def __getitem__(self, index: Any) -> Any:
+        part: Any = torch.Tensor.__getitem__(self, index)
+        part.copies = self.copies
+        return part
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        assert non_blocking
+        target = self.as_subclass(torch.Tensor)
+        self.copies.append(lambda: target.copy_(source))
+        return self
+
+
+def test_pinned_buffers_are_not_filled_before_their_copy_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order of things on a GPU, with copies that end as late as they may."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    content = torch.randint(256, (1000,), dtype=torch.uint8)
+    (tmp_path / "file").write_bytes(content.numpy().tobytes())
+    copies: list[Callable[[], object]] = []
+    reader, events = reading.Reader(), [Event(copies), Event(copies)]
+    buffers: Any = [(torch.zeros(64, dtype=torch.uint8), event) for event in events]
+    reader._buffers = buffers
+    for offset, size in ((0, 1000), (10, 64), (3, 65), (990, 10), (500, 1)):
+        out: Any = torch.zeros(size, dtype=torch.uint8).as_subclass(Late)
+        out.copies = copies
+        reader.read(tmp_path / "file", offset, out)
+        for event in events:
+            event.synchronize()
+        assert torch.equal(out.as_subclass(torch.Tensor), content[offset : offset + size])
+
+
 def test_fingerprints_tell_weights_apart(tmp_path: Path, folder: Path) -> None:
     first = open_checkpoint(folder, small_spec()).fingerprint()
     shutil.copytree(folder, tmp_path / "copy")

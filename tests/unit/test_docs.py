@@ -15,7 +15,8 @@ from plan_damage import tiny_plan
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = ("", "compiler/", "runtime/", "templates/", "tests/")
-WRITTEN_BY_MKC = re.compile(r"(manifest|ops|plan|layout|config)\.json|kernel\.\w+|ops\.dot")
+NOT_OURS = r"|config\.json|model\.safetensors\.index\.json"
+WRITTEN_BY_MKC = re.compile(r"(manifest|ops|plan|layout)\.json|kernel\.\w+|ops\.dot" + NOT_OURS)
 CODE = re.compile(r"^```\w*\n(.*?)^```|`([^`\n]+)`", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"\bmkc (\w+)((?:(?!\bmkc )[^\n#&])*)")
 FILE = re.compile(r"(?:[\w.-]+/)*[\w.*-]+\.(?:py|cuh|md|yaml|json|cu|j2|dot|cubin|ptx)|[\w./]+/")
