@@ -17,7 +17,7 @@ from torch import Tensor
 from mkc.runtime.shard import damaged, open_file
 
 BUFFER_BYTES = 64 << 20
-SLICE_BYTES = 8 << 20
+SLICE_BYTES = 1 << 20
 THREADS = 8
 
 
@@ -30,6 +30,7 @@ class Reader:
         self.device = torch.device(device)
         self._buffers: list[tuple[Tensor, torch.cuda.Event]] = []
         self._turn = 0
+        self._pool = ThreadPoolExecutor(THREADS)  # starts threads when they have work
         if self.device.type == "cuda":
             self._buffers = [
                 (torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
@@ -47,7 +48,7 @@ class Reader:
                 if self._buffers:
                     self._read_pinned(stream.fileno(), offset, out)
                 else:
-                    _fill(stream.fileno(), offset, out)
+                    self._fill(stream.fileno(), offset, out)
             except EOFError as error:
                 end = offset + out.numel()
                 raise damaged(path, f"it ends before byte {end}") from error
@@ -63,27 +64,21 @@ class Reader:
             self._turn = 1 - self._turn
             is_copied.synchronize()
             piece = buffer[: part.numel()]
-            _fill(descriptor, offset + start, piece)
+            self._fill(descriptor, offset + start, piece)
             part.copy_(piece, non_blocking=True)
             is_copied.record(stream)
 
+    def _fill(self, descriptor: int, offset: int, out: Tensor) -> None:
+        """Reads to a uint8 tensor on the CPU. Raises EOFError at the file's end."""
+        view = out.numpy().data
 
-def _fill(descriptor: int, offset: int, out: Tensor) -> None:
-    """Reads to a uint8 tensor on the CPU. Raises EOFError at the file's end."""
-    view = out.numpy().data
-    if len(view) <= SLICE_BYTES:
-        _fill_slice(descriptor, offset, view)
-        return
-    starts = range(0, len(view), SLICE_BYTES)
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(
-            pool.map(
-                lambda start: _fill_slice(
-                    descriptor, offset + start, view[start : start + SLICE_BYTES]
-                ),
-                starts,
-            )
-        )
+        def fill(start: int) -> None:
+            _fill_slice(descriptor, offset + start, view[start : start + SLICE_BYTES])
+
+        if len(view) <= SLICE_BYTES:
+            fill(0)
+        else:
+            list(self._pool.map(fill, range(0, len(view), SLICE_BYTES)))
 
 
 def _fill_slice(descriptor: int, offset: int, view: memoryview) -> None:
