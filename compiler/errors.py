@@ -68,6 +68,12 @@ CODES: dict[str, str] = {
     "MKC612": "an interpreted task reads a packet that does not hold its epoch",
     "MKC613": "an interpreted task writes a packet a second time",
     "MKC614": "an interpreted program entry lacks what earlier ones should have left it",
+    "MKC701": "a prompt and the tokens wanted are longer than there is room for",
+    "MKC702": "as many requests wait as may wait",
+    "MKC703": "a sampling parameter is not supported",
+    "MKC704": "a request makes no sense",
+    "MKC705": "an error ended a request",
+    "MKC706": "the engine has stopped",
 }
 """One line per code. A code keeps its meaning for ever; a retired one is not used again."""
 

@@ -18,13 +18,15 @@ class Executor(Protocol):
 
     emitted: int32 [max_rows], the last step's tokens: IDLE_ROW for idle rows, NOT_A_TOKEN where no
     logit was a number. layer_outputs: float32 [layers, rows or more, hidden], the residual after
-    each layer of the last step, None unless asked for.
+    each layer of the last step, None unless asked for. fault: int64 [1], not zero once a step went
+    wrong in a way that `check_fault` tells of; it can be read without waiting.
     """
 
     plan: Plan
     state: StepState
     emitted: Tensor
     layer_outputs: Tensor | None
+    fault: Tensor
 
     def step(self, rows: int | None = None) -> None:
         """Runs or queues one step over rows 0 to `rows` - 1 (default: all)."""

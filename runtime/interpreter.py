@@ -87,6 +87,7 @@ class Interpreter:
         self.steps = 0
         self.emitted = torch.full((state.max_rows,), IDLE_ROW, dtype=torch.int32)
         self.layer_outputs: Tensor | None = None
+        self.fault = torch.zeros(1, dtype=torch.int64)
         self._trace: Floats | None = None
         if trace:
             shape = (len(plan.spec.layers), plan.tiling.max_rows, plan.spec.hidden_size)

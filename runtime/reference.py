@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +22,21 @@ from torch.nn import functional as F
 
 from mkc.compiler.spec import DenseFfn, ExpertFfn, LayerSpec, ModelSpec
 from mkc.runtime.weights import LayerWeights, ModelWeights
+
+MAX_SCORES = 1 << 24  # queries times keys of a head that attention holds at once
+
+
+class TokenCache(Protocol):
+    """Where a step's attention stores and finds the K and V of one sequence, see `KvCache`."""
+
+    @property
+    def length(self) -> int: ...
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> None: ...
+
+    def last(
+        self, layer: int, tokens: int, dtype: torch.dtype, device: torch.device | str
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 class KvCache:
@@ -110,7 +126,7 @@ class StepState:
 
     x: Tensor
     positions: Tensor
-    spans: list[tuple[KvCache, slice]]
+    spans: Sequence[tuple[TokenCache, slice]]
     layer_outputs: list[Tensor] = field(default_factory=list)
     router_logits: list[Tensor] = field(default_factory=list)
     experts: list[Tensor] = field(default_factory=list)
@@ -121,7 +137,8 @@ class Reference:
 
     With `round_kv` a float32 reference rounds new K and V to bfloat16 when it stores them, as a
     bfloat16 cache does; the token itself then also attends to its rounded K and V. A bfloat16
-    reference stores bfloat16 in any case.
+    reference stores bfloat16 in any case. With `wide_router` a bfloat16 reference computes router
+    logits in float32, as the kernel does.
     """
 
     def __init__(
@@ -131,6 +148,7 @@ class Reference:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         round_kv: bool = False,
+        wide_router: bool = False,
     ) -> None:
         """Raises ValueError for another dtype, and for float32 on a GPU while torch may use TF32:
         the caller has to `torch.set_float32_matmul_precision("highest")`."""
@@ -147,6 +165,7 @@ class Reference:
         self.weights = weights
         self.dtype = dtype
         self.kv_dtype = torch.bfloat16 if round_kv else dtype
+        self.router_dtype = torch.float32 if wide_router else dtype
         head_dim = spec.attention.head_dim
         # On the CPU whatever the device: CUDA's pow has other last bits.
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
@@ -273,6 +292,15 @@ class Reference:
         """[n, query_heads, head_dim]: the sequence's last n queries over the last m tokens' K and V
         [m, kv_heads, head_dim]. A query sees itself and what precedes it in the window."""
         n, m, spec = q.shape[0], k.shape[0], self.spec.attention
+        if n > 1 and n * m > MAX_SCORES:
+            half = n // 2
+            first, last = slice(0, m - n + half), slice(0, m)
+            if window is not None:
+                first = slice(max(0, m - n - window + 1), first.stop)
+                last = slice(max(0, m - n + half - window + 1), m)
+            parts = [self._attend(q[:half], k[first], v[first], window)]
+            parts.append(self._attend(q[half:], k[last], v[last], window))
+            return torch.cat(parts)
         q = q.reshape(n, spec.kv_heads, spec.group, -1).permute(1, 2, 0, 3).flatten(1, 2)
         scores = torch.matmul(q, k.permute(1, 2, 0)) * spec.head_dim**-0.5
         scores = scores.view(spec.kv_heads, spec.group, n, m)
@@ -300,7 +328,7 @@ class Reference:
             out = self._gated(h, layer.gate_up[0], layer.down[0])
         else:
             assert layer.router is not None
-            logits = F.linear(h, self._use(layer.router))
+            logits = F.linear(h.to(self.router_dtype), layer.router.to(h.device, self.router_dtype))
             router_logits[:, : spec.ffn.experts] = logits.float()
             if forced is None:
                 layer_ids = choose_experts(logits, spec.ffn.experts_per_token)

@@ -80,6 +80,11 @@ class StepState:
         self._free = [list(range(count)) for count in blocks]
 
     @property
+    def max_tokens(self) -> int:
+        """Tokens that a row has room for."""
+        return self.max_pages * PAGE_TOKENS
+
+    @property
     def max_rows(self) -> int:
         """Rows that the plan was compiled for."""
         return self.tokens.shape[0]
@@ -150,10 +155,17 @@ class StepState:
         if end == start:
             return
         kept = max(start, first_token(end, window) // PAGE_TOKENS * PAGE_TOKENS)
-        keys, values = keys[kept - start :], values[kept - start :]
-        first, last = kept // PAGE_TOKENS, (end - 1) // PAGE_TOKENS
-        k_pages, v_pages, blocks = self._gather(row, layer, first, last)
-        span = slice(kept - first * PAGE_TOKENS, end - first * PAGE_TOKENS)
+        group, _ = self.plan.layout.kv_group_of(layer)
+        table = self.page_tables[group][row]
+        self.store_kv(layer, table, kept, keys[kept - start :], values[kept - start :])
+
+    def store_kv(self, layer: int, table: Tensor, start: int, keys: Tensor, values: Tensor) -> None:
+        """Writes the K and V, bf16 [tokens, kv_heads, head_dim], of tokens `start` on (at least
+        one) to the pages whose blocks are table[page]. Raises ValueError if one has no block."""
+        end = start + keys.shape[0]
+        first, last = start // PAGE_TOKENS, (end - 1) // PAGE_TOKENS
+        k_pages, v_pages, blocks = self._gather(layer, table, first, last)
+        span = slice(start - first * PAGE_TOKENS, end - first * PAGE_TOKENS)
         k_tokens, v_tokens = (
             pages.transpose(0, 1).flatten(1, 2).contiguous() for pages in (k_pages, v_pages)
         )
@@ -169,14 +181,21 @@ class StepState:
 
         Where the layer has a window, only the last window - 1 of them.
         """
-        position, attention = int(self.positions[row]), self.plan.spec.attention
+        position = int(self.positions[row])
         first = first_token(position, self.plan.spec.layers[layer].window)
-        if first == position:
+        group, _ = self.plan.layout.kv_group_of(layer)
+        return self.read_pages(layer, self.page_tables[group][row], first, position)
+
+    def read_pages(self, layer: int, table: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """K and V, bf16 [tokens, kv_heads, head_dim], of tokens `first` to `end` - 1, from the
+        pages whose blocks are table[page]. Raises ValueError if one has no block."""
+        if first == end:
+            attention = self.plan.spec.attention
             empty = torch.empty(0, attention.kv_heads, attention.head_dim, device=self.device)
             return empty.bfloat16(), empty.bfloat16()
-        first_page, last_page = first // PAGE_TOKENS, (position - 1) // PAGE_TOKENS
-        k_pages, v_pages, _ = self._gather(row, layer, first_page, last_page)
-        span = slice(first - first_page * PAGE_TOKENS, position - first_page * PAGE_TOKENS)
+        first_page, last_page = first // PAGE_TOKENS, (end - 1) // PAGE_TOKENS
+        k_pages, v_pages, _ = self._gather(layer, table, first_page, last_page)
+        span = slice(first - first_page * PAGE_TOKENS, end - first_page * PAGE_TOKENS)
         keys, values = (pages.transpose(1, 2).flatten(0, 1)[span] for pages in (k_pages, v_pages))
         return keys, values
 
@@ -200,12 +219,14 @@ class StepState:
         tiling = self.plan.tiling
         return self.pools[group].view(-1, layers, tiling.kv_heads, 2, tiling.page_bytes)
 
-    def _gather(self, row: int, layer: int, first: int, last: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _gather(
+        self, layer: int, table: Tensor, first: int, last: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """K and V [pages, kv_heads, PAGE_TOKENS, head_dim] of pages first to last; their blocks."""
         group, place = self.plan.layout.kv_group_of(layer)
-        blocks = self.page_tables[group][row, first : last + 1].long()
+        blocks = table[first : last + 1].long()
         if blocks.shape[0] != last - first + 1 or bool((blocks < 0).any()):
-            raise ValueError(f"row {row} lacks blocks for pages {first} to {last} of layer {layer}")
+            raise ValueError(f"no blocks for some of pages {first} to {last} of layer {layer}")
         pages = self._pool(group)[blocks, place]
         head_dim = self.plan.spec.attention.head_dim
         keys = unpack_k_pages(pages[:, :, 0].contiguous(), head_dim)
