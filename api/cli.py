@@ -13,7 +13,18 @@ from collections.abc import Sequence
 
 import typer
 
-from mkc.api.commands import bench, check, compile, doctor, explain, inspect, models, pack, version
+from mkc.api.commands import (
+    bench,
+    check,
+    compile,
+    doctor,
+    explain,
+    generate,
+    inspect,
+    models,
+    pack,
+    version,
+)
 from mkc.compiler.errors import MkcError
 
 BAD_INPUT = 2
@@ -31,6 +42,7 @@ app.command("compile")(compile.compile_model)
 app.command("check")(check.check_model)
 app.command("bench")(bench.bench_model)
 app.command("pack")(pack.pack_checkpoint)
+app.command("generate")(generate.generate_tokens)
 app.command("inspect")(inspect.inspect_artifact)
 app.command("explain")(explain.explain_artifact)
 app.command("models")(models.list_models)

@@ -52,6 +52,18 @@ class Compiled:
     seconds: dict[str, float]
 
 
+def plan_model(spec: ModelSpec, target: Target, options: Options) -> Plan:
+    """The plan alone, verified: what an executor needs that compiles nothing.
+
+    Raises LoweringError (does not fit) or VerifyError (plan rejected).
+    """
+    tiling = tile(spec, target, options.max_batch, options.chunk_fragments)
+    layout = place(spec, tiling, target, options.ring_slots, options.window_bytes)
+    plan = Plan(spec, target, options, tiling, layout, schedule(tiling, target))
+    verify(plan)
+    return plan
+
+
 def compile_model(
     spec: ModelSpec,
     target: Target,

@@ -119,19 +119,12 @@ def _cpu_job(
     hear: Callable[[int, int, str], None],
 ) -> Job:
     """The interpreter over the plan. Raises GpuError MKC602 if the model is too large for it."""
-    from mkc.compiler.place import place
-    from mkc.compiler.plan import Options, Plan
-    from mkc.compiler.schedule import schedule
+    from mkc.compiler.pipeline import plan_model
+    from mkc.compiler.plan import Options
     from mkc.compiler.target import load_target
-    from mkc.compiler.tile import tile
-    from mkc.compiler.verify import verify
 
-    gpu, options = load_target(target or "h200"), Options(max_batch=max_batch)
-    tiling = tile(spec, gpu, options.max_batch, options.chunk_fragments)
-    layout = place(spec, tiling, gpu, options.ring_slots, options.window_bytes)
-    _check_memory(spec, layout.arena_bytes)
-    plan = Plan(spec, gpu, options, tiling, layout, schedule(tiling, gpu))
-    verify(plan)
+    plan = plan_model(spec, load_target(target or "h200"), Options(max_batch=max_batch))
+    _check_memory(spec, plan.layout.arena_bytes)
 
     from mkc.runtime.check import LOGIT_STD
     from mkc.runtime.interpreter import Interpreter

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mkc.api.commands.common import JsonOption, print_json, print_lines, size
+from mkc.api.commands.common import JsonOption, ModelArgument, print_json, print_lines, size
 from mkc.api.commands.kernel import progress
 
 if TYPE_CHECKING:
@@ -16,14 +16,7 @@ if TYPE_CHECKING:
 
 
 def pack_checkpoint(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A YAML description, the name of a shipped model (see `mkc models`), "
-            "a Hugging Face folder or its config.json.",
-        ),
-    ],
+    model: ModelArgument,
     checkpoint: Annotated[
         Path | None,
         typer.Option(

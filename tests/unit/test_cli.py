@@ -18,7 +18,10 @@ from mkc.api.cli import app, run
 from mkc.compiler.artifact import load_artifact
 from stand_in import SPILLING, stand_in
 
-VERBS = ("explain", "compile", "check", "inspect", "models", "import", "doctor", "version")
+VERBS = (
+    "compile", "check", "bench", "pack", "generate", "inspect", "explain", "models", "import",
+    "doctor", "version",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
