@@ -74,13 +74,14 @@ def _windows(plan: Plan) -> list[int | None]:
 
 
 def edge_positions(last: int, window: int | None) -> list[int]:
-    """Positions at which a rule could go wrong: each side of a tile, a page, a window's edge."""
+    """Positions at which a rule could go wrong: both sides of the edges of tiles and pages, for the
+    new token and for the oldest in the window."""
     starts = {page * PAGE_TOKENS for page in range(EDGE_PAGES)}
     starts |= {tile * FRAGMENT_EDGE for tile in range(PAGE_TOKENS // FRAGMENT_EDGE)}
     starts |= {last, last // PAGE_TOKENS * PAGE_TOKENS, last // 2, last // 3}
     if window is not None:
         starts |= {window + start for start in set(starts)}
-    found = {start + near for start in starts for near in (-1, 0, 1)}
+    found = {start + near for start in starts for near in (-2, -1, 0, 1)}
     return sorted(position for position in found if 0 <= position <= last)
 
 

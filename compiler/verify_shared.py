@@ -15,11 +15,13 @@
 - *Lent states.* A warp's scratch has a state until the warp that finishes the split has taken it;
   the split's number, layer * rows + row, must not come twice on an SM: a rank has at most one split
   of a row, as the KV heads' splits are no more than the SMs. A row's attention state must fit.
+- *Values in scratch.* Of an expert's members, at most all rows, scratch takes a piece of a slice at
+  a time, of whole steps of the multiplication; it must hold one step of each row.
 """
 
 from __future__ import annotations
 
-from mkc.compiler.place import scratch_words
+from mkc.compiler.place import SCRATCH_WORDS_PER_PARCEL, scratch_words
 from mkc.compiler.plan import Plan
 from mkc.compiler.program import Entry, EntryKind
 from mkc.compiler.proof import Property, VerifyError
@@ -27,6 +29,7 @@ from mkc.compiler.tile import FRAGMENT_EDGE
 from mkc.compiler.verify_order import USES_ROUTING
 
 LANES = 32
+STEP_FRAGMENTS = 8  # that a warp multiplies at a time
 
 
 def check_shared(plan: Plan) -> list[Property]:
@@ -108,3 +111,7 @@ def _check_states(plan: Plan) -> None:
         raise VerifyError(
             "MKC305", f"a split's state of {max(lent, finished)} words exceeds scratch"
         )
+    for shared in plan.layout.shared:
+        parcels = scratch_words(tiling, shared.rows) // SCRATCH_WORDS_PER_PARCEL
+        if parcels < STEP_FRAGMENTS * shared.rows:
+            raise VerifyError("MKC305", f"scratch of {parcels} parcels holds no step of all rows")

@@ -10,6 +10,8 @@ from mkc.compiler.place import CONSUMER_WARPS, HELPER_WARPS
 from mkc.compiler.program import Entry, EntryKind
 from mkc.compiler.rules import AttentionUnit
 
+STEP = 8  # fragments that a warp multiplies at a time: pieces of a slice are whole steps
+
 
 def run_case(case: Case, policy: str, seed: int) -> int:
     """Runs a step on all SMs; the number of turns. Raises ModelError."""
@@ -192,7 +194,9 @@ def add_products(block: Block, warp: int, index: int, entry: Entry, routed: int)
         ):
             held += len(members[end])
             end += 1
-        most, start = min(slicing.slice, block.scratch_parcels // held), 0
+        fits = held * slicing.slice <= block.scratch_parcels
+        most = slicing.slice if fits else block.scratch_parcels // held // STEP * STEP
+        start = 0
         while start < size or start == 0:
             stop = min(start + most, size)
             yield from block.scratch(warp)

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from mkc.compiler.place import Layout
+from mkc.compiler.place import Layout, shared_bytes
 from mkc.compiler.plan import Plan
 from plan_damage import Draw, replaced, with_layout
 
@@ -103,11 +103,13 @@ def small_ring(draw: Draw, plan: Plan) -> Plan:
 def too_much_shared_memory(draw: Draw, plan: Plan) -> Plan:
     index = draw(st.integers(0, len(plan.layout.shared) - 1))
     shared = plan.layout.shared[index]
-    more = draw(st.integers(20, 100))
+    per_slot = plan.tiling.chunk_bytes + 16
+    fitting = (plan.target.shared_bytes_per_block - shared.bytes) // per_slot
+    more = fitting + draw(st.integers(1, 100))
     shared = replace(
         shared,
         ring_slots=shared.ring_slots + more,
-        bytes=shared.bytes + more * (plan.tiling.chunk_bytes + 16),
+        bytes=shared.bytes + more * per_slot,
     )
     return with_layout(plan, shared=replaced(plan.layout.shared, index, shared))
 
@@ -179,6 +181,53 @@ def window_below_a_chunk(draw: Draw, plan: Plan) -> Plan:
     return replace(plan, options=replace(plan.options, window_bytes=window))
 
 
+def window_over_the_ring(draw: Draw, plan: Plan) -> Plan:
+    """A window one chunk or more deeper than the ring: a barrier would be a round ahead."""
+    slots = min(shared.ring_slots for shared in plan.layout.shared)
+    window = (slots + draw(st.integers(1, 4))) * plan.tiling.chunk_bytes
+    return replace(plan, options=replace(plan.options, window_bytes=window))
+
+
+def stream_shifted_by_a_chunk(draw: Draw, plan: Plan) -> Plan:
+    """A weight is read from chunks beside its own."""
+    index = draw(st.integers(0, len(plan.layout.regions) - 1))
+    region = plan.layout.regions[index]
+    shift = plan.tiling.chunk_bytes * draw(st.sampled_from([-2, -1, 1, 2]))
+    shifted = replace(region, offset=region.offset + shift)
+    return with_layout(plan, regions=replaced(plan.layout.regions, index, shifted))
+
+
+def wrong_expert_count(draw: Draw, plan: Plan) -> Plan:
+    """One layer's tiling has an expert, a slot or a k-block more or fewer, or another router."""
+    layers = plan.tiling.layers
+    index = draw(st.integers(0, len(layers) - 1))
+    layer = layers[index]
+    by = draw(st.sampled_from([-1, 1]))
+    changed = draw(
+        st.sampled_from(
+            [
+                replace(layer, matrices=layer.matrices + by),
+                replace(layer, slots=layer.slots + by),
+                replace(layer, width_tiles=layer.width_tiles + by),
+                replace(layer, routed=not layer.routed),
+            ]
+        )
+    )
+    return replace(plan, tiling=replace(plan.tiling, layers=replaced(layers, index, changed)))
+
+
+def page_of_broken_chunks(draw: Draw, plan: Plan) -> Plan:
+    """Chunks that no whole number of fills a page of K."""
+    fragments = draw(st.sampled_from([1, 2, 3, 12, 13, 14, 15]))
+    tiling = replace(plan.tiling, chunk_fragments=fragments)
+    options = replace(plan.options, chunk_fragments=fragments, window_bytes=fragments * 512)
+    shared = tuple(
+        replace(s, bytes=shared_bytes(tiling, plan.target, s.rows, s.ring_slots))
+        for s in plan.layout.shared
+    )
+    return with_layout(replace(plan, tiling=tiling, options=options), shared=shared)
+
+
 LAYOUT_DAMAGE = [
     overlapping_regions,
     shifted_region,
@@ -198,4 +247,8 @@ LAYOUT_DAMAGE = [
     layers_without_kv,
     wrong_shared_size,
     window_below_a_chunk,
+    window_over_the_ring,
+    stream_shifted_by_a_chunk,
+    wrong_expert_count,
+    page_of_broken_chunks,
 ]

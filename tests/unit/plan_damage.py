@@ -154,6 +154,14 @@ def wrong_warp(draw: Draw, plan: Plan) -> Plan:
     return with_program(plan, p.sm, p.program)
 
 
+def another_owner_warp(draw: Draw, plan: Plan) -> Plan:
+    """A tile whose norm weights, or those of the next tile, another warp keeps."""
+    p = pick(draw, plan, EntryKind.OUT, EntryKind.RESIDUAL)
+    warp = draw(st.integers(0, 7).filter(lambda warp: warp != p.entry.warp))
+    p.program[p.index] = replace(p.entry, warp=warp)
+    return with_program(plan, p.sm, p.program)
+
+
 def move_rank(draw: Draw, plan: Plan) -> Plan:
     """One SM does the dynamic tasks of two ranks, another none."""
     p = pick(draw, plan, EntryKind.ATTENTION, EntryKind.FFN_UP, EntryKind.HEAD)
@@ -273,6 +281,7 @@ PROGRAM_DAMAGE = [
     wrong_rank,
     wrong_kind,
     wrong_warp,
+    another_owner_warp,
     move_rank,
     move_owned_tile,
     move_embedding,

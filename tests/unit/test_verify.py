@@ -14,10 +14,13 @@ from layout_damage import LAYOUT_DAMAGE
 from mkc.compiler.parse import load_model
 from mkc.compiler.plan import Options, Plan
 from mkc.compiler.program import EntryKind
+from mkc.compiler.slices import TileStream
 from mkc.compiler.verify import VerifyError, verify
 from mkc.compiler.verify_order import check_order
 from mkc.compiler.verify_packets import check_packets
 from mkc.compiler.verify_programs import check_programs
+from mkc.compiler.verify_ring import check_stream
+from mkc.compiler.verify_rules import Rules, check_rules
 from plan_damage import (
     PROGRAM_DAMAGE,
     Draw,
@@ -27,6 +30,7 @@ from plan_damage import (
     tiny_plan,
     with_program,
 )
+from rule_damage import RULE_DAMAGE, STREAM_DAMAGE
 
 
 @pytest.mark.parametrize("damage", PROGRAM_DAMAGE, ids=lambda damage: damage.__name__)
@@ -46,6 +50,24 @@ def test_a_damaged_program_is_rejected(damage: Callable[[Draw, Plan], Plan], dat
 def test_a_damaged_layout_is_rejected(damage: Callable[[Draw, Plan], Plan], data: Any) -> None:
     with pytest.raises(VerifyError):
         verify(damage(data.draw, tiny_plan()))
+
+
+@pytest.mark.parametrize("damage", STREAM_DAMAGE, ids=lambda damage: damage.__name__)
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_a_damaged_stream_is_rejected(
+    damage: Callable[[Draw, Plan], TileStream], data: Any
+) -> None:
+    with pytest.raises(VerifyError):
+        check_stream("a damaged tile", damage(data.draw, tiny_plan()))
+
+
+@pytest.mark.parametrize("damage", RULE_DAMAGE, ids=lambda damage: damage.__name__)
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_a_damaged_rule_is_rejected(damage: Callable[[Draw, Plan], Rules], data: Any) -> None:
+    with pytest.raises(VerifyError):
+        check_rules(tiny_plan(), damage(data.draw, tiny_plan()))
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
